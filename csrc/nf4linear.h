@@ -1,0 +1,96 @@
+// The C ABI of nf4linear: everything the shared libraries export.
+//
+// Plain structs and error codes only. No call throws, exits, prints, allocates device memory or synchronises; the caller
+// owns every pointer. One binary serves any torch and any Python, because neither is mentioned here.
+//
+// A weight is [n, k] row-major in meaning (n out_features, k in_features); the byte orders are drawn in layout.h.
+#ifndef NF4LINEAR_H
+#define NF4LINEAR_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define NF4L_API __declspec(dllexport)
+#else
+#define NF4L_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Raised whenever a struct or a meaning below changes; the loader refuses a library with another number.
+#define NF4L_ABI_VERSION 1
+
+enum nf4l_status {
+  NF4L_OK = 0,
+  NF4L_USE_GEMM = 1,         // not an error: no fused engine takes this call; dequantize, then a 16/32-bit GEMM
+  NF4L_BAD_ARGUMENT = -1,    // a field is out of range or a pointer is missing
+  NF4L_NO_KERNEL_IMAGE = -2, // the library holds no code for this device
+  NF4L_MISALIGNED = -3,      // a pointer is not aligned as the field's comment asks
+  NF4L_CUDA_ERROR = -1000    // a CUDA call failed: the code is NF4L_CUDA_ERROR - cudaError_t
+};
+
+enum nf4l_format { NF4L_NF4 = 0, NF4L_FP4 = 1, NF4L_W8_S8 = 2, NF4L_W8_U8 = 3 };
+enum nf4l_layout { NF4L_FLAT = 0, NF4L_TILE16X64 = 1, NF4L_TILE16X32 = 2 };
+enum nf4l_dtype { NF4L_F32 = 0, NF4L_F16 = 1, NF4L_BF16 = 2 };
+
+// One quantized weight. Device pointers for the CUDA library, host pointers for the CPU library.
+typedef struct nf4l_weight {
+  int32_t format;    // nf4l_format
+  int32_t layout;    // nf4l_layout
+  int64_t n, k;
+  int64_t blocksize; // 4 bit: weights a scale, a power of two 32..4096; 8 bit: group size 64 or 128, 0 = one scale a row
+  const uint8_t* qweight;     // 16-byte aligned in the tiled layouts
+  const void* scales;         // 4 bit: uint8 codes if nested_code is set, else float32; 8 bit: float32 (raw row maxima or group scales)
+  const float* nested_code;   // [256], NULL without double quantization
+  const float* nested_absmax; // [ceil(blocks / 256)] in flat block order of the unsharded weight
+  const float* nested_offset; // one float, read on the device: no host copy, no synchronisation
+  // Position of this weight inside the unsharded one, in rows and 64-input blocks; 0, 0, k / 64 when it is not a shard.
+  int64_t n0, kb0, kb_full;
+} nf4l_weight;
+
+// y[m, n] = x[m, k] * weight^T + bias, x and y contiguous rows of one dtype, accumulated in float32.
+typedef struct nf4l_linear_args {
+  int32_t dtype;     // nf4l_dtype of x, y and bias
+  int32_t flags;     // nf4l_linear_flags
+  int64_t m;
+  const void* x;     // [m, k], rows `x_stride` elements apart; 16-byte aligned rows reach the fused engines
+  int64_t x_stride;
+  const void* bias;  // [n] or NULL
+  void* y;           // [m, n]
+  void* workspace;   // at least nf4l_cuda_workspace_bytes(); zeroed once by the caller, left zeroed by every call
+  size_t workspace_bytes;
+} nf4l_linear_args;
+
+enum nf4l_linear_flags {
+  NF4L_DEPENDENT_LAUNCH = 1 // programmatic dependent launch: everything but the read of x may start before the previous kernel ends
+};
+
+// ---- libnf4linear_cuda -------------------------------------------------------------------------------------------------
+// All launches go to `stream` (a cudaStream_t) of the calling thread's current device.
+NF4L_API int nf4l_cuda_abi_version(void);
+// Comma-separated architectures this binary holds code for, such as "80,90a".
+NF4L_API const char* nf4l_cuda_architectures(void);
+// Text for a negative status; static storage.
+NF4L_API const char* nf4l_cuda_status_text(int status);
+// Writes the whole weight [n, k] row-major in `dtype`, bit-identical to bitsandbytes' dequantize (4 bit).
+NF4L_API int nf4l_cuda_dequantize(const nf4l_weight* weight, int32_t dtype, void* out, void* stream);
+// Bytes of workspace a linear call on this device may need, for any shape; 0 if none.
+NF4L_API size_t nf4l_cuda_workspace_bytes(void);
+// NF4L_OK after a launch, NF4L_USE_GEMM when the dispatch table sends the call to dequantize + GEMM.
+NF4L_API int nf4l_cuda_linear(const nf4l_weight* weight, const nf4l_linear_args* args, void* stream);
+
+// ---- libnf4linear_cpu --------------------------------------------------------------------------------------------------
+NF4L_API int nf4l_cpu_abi_version(void);
+// The instruction-set level in use: "avx512", "avx2" or "portable".
+NF4L_API const char* nf4l_cpu_level(void);
+NF4L_API const char* nf4l_cpu_status_text(int status);
+NF4L_API int nf4l_cpu_dequantize(const nf4l_weight* weight, int32_t dtype, void* out, int32_t threads);
+NF4L_API int nf4l_cpu_linear(const nf4l_weight* weight, const nf4l_linear_args* args, int32_t threads);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
