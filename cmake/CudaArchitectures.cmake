@@ -1,10 +1,9 @@
 # Architectures to compile for, as nvcc numbers such as "90a;80": NF4LINEAR_CUDA_ARCHS (variable or environment), else
 # the GPUs of this machine, else none with one line that says how to force it. "none" builds no CUDA library.
 function(nf4linear_cuda_architectures out)
+  # Cached, so that the variable of the first configure also holds when the build system configures again.
+  set(NF4LINEAR_CUDA_ARCHS "$ENV{NF4LINEAR_CUDA_ARCHS}" CACHE STRING "CUDA architectures, such as 90a;80, or none")
   set(wanted "${NF4LINEAR_CUDA_ARCHS}")
-  if(NOT wanted)
-    set(wanted "$ENV{NF4LINEAR_CUDA_ARCHS}")
-  endif()
   if(wanted STREQUAL "none")
     message(STATUS "nf4linear: NF4LINEAR_CUDA_ARCHS=none, installing without the CUDA library")
     set(${out} "" PARENT_SCOPE)
@@ -15,8 +14,8 @@ function(nf4linear_cuda_architectures out)
     nf4linear_present_architectures(wanted)
   endif()
   if(NOT wanted)
-    message(WARNING "nf4linear: no GPU found, so no CUDA library is built. To build one for another machine, set "
-                    "NF4LINEAR_CUDA_ARCHS (for example NF4LINEAR_CUDA_ARCHS=\"90a;80\") and install again.")
+    message(NOTICE "nf4linear: no GPU found, so no CUDA library is built (GPUs would use the slower torch path). To build "
+                   "one for another machine, set NF4LINEAR_CUDA_ARCHS, for example to \"90a;80\", and install again.")
   endif()
   foreach(arch IN LISTS wanted)
     if(NOT arch MATCHES "^[0-9]+[af]?$")

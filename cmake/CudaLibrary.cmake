@@ -4,8 +4,8 @@ include(CudaArchitectures)
 
 nf4linear_find_nvcc(nvcc)
 if(NOT nvcc)
-  message(WARNING "nf4linear: no nvcc found; installing without the CUDA library (GPUs use the slower torch path). "
-                  "Put nvcc on PATH, set CUDACXX, or pip install nvidia-cuda-nvcc and its companions (CONTRIBUTING.md).")
+  message(NOTICE "nf4linear: no nvcc found; installing without the CUDA library (GPUs use the slower torch path). "
+                 "Put nvcc on PATH, set CUDACXX, or pip install nvidia-cuda-nvcc and its companions (CONTRIBUTING.md).")
   return()
 endif()
 

@@ -1,9 +1,14 @@
 // The exported functions of libnf4linear_cuda: validate, ask the dispatch table, launch.
 #include <cuda_runtime.h>
 
-#include "dequant_standin.cuh"
+#include "dequant.cuh"
 #include "nf4linear.h"
 #include "validate.h"
+
+// Compiled in inst_dequant_*.cu, one translation unit each.
+extern template int nf4l::launch_dequantize_as<float>(const nf4l_weight&, void*, cudaStream_t);
+extern template int nf4l::launch_dequantize_as<__half>(const nf4l_weight&, void*, cudaStream_t);
+extern template int nf4l::launch_dequantize_as<__nv_bfloat16>(const nf4l_weight&, void*, cudaStream_t);
 
 extern "C" {
 

@@ -6,18 +6,20 @@ Both take the packed tensors of one weight as plain arguments, so that torch.com
     nested_code, nested_absmax, nested_offset     second-level scales, all None without double quantization
     format, n, k, blocksize     the spec; blocksize is the group size of 8-bit formats, 0 for one scale a row
 
-An implementation per device picks the native library where it has one and the torch reference elsewhere. The result
+CPU and CUDA tensors go to the native libraries where there are any, everything else to the torch reference. The result
 never depends on which was picked, up to the order of summation.
 """
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import reference, reorder
-from .formats import FourBitSpec, WeightSpec, make_spec
+from . import native, reference, reorder
+from .formats import FourBitSpec, TensorSpec, WeightSpec, make_spec
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -26,6 +28,61 @@ _SPEC = "str format, int n, int k, int blocksize"
 _library = torch.library.Library("nf4linear", "DEF")
 _library.define(f"dequantize({_WEIGHT}, {_SPEC}, ScalarType dtype) -> Tensor")
 _library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias, {_SPEC}) -> Tensor")
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=4096)
+def _expected(spec: WeightSpec) -> tuple[tuple[str, TensorSpec], ...]:
+    """Name and spec of the five weight arguments an operator takes (fewer without double quantization)."""
+    packed = spec.packed_tensors()
+    names = ("qweight", spec.scales_name, "nested_code", "nested_absmax", "nested_offset")
+    return tuple((name, packed[name]) for name in names if name in packed)
+
+
+def _check_weight(spec: WeightSpec, *tensors: Tensor | None) -> None:
+    """Refuse packed tensors a kernel would misread: each must have its dtype, shape and device, and be contiguous."""
+    device = tensors[0].device
+    expected = _expected(spec)
+    for (name, want), got in zip(expected, tensors, strict=False):
+        if got is None:
+            raise ValueError(f"{name} is missing; a {spec.format} weight with double quantization needs it")
+        if got.dtype != want.dtype or tuple(got.shape) != want.shape:
+            raise ValueError(
+                f"{name} is {got.dtype} {list(got.shape)}, expected {want.dtype} {list(want.shape)} for {spec}; "
+                "statistics keep their dtype whatever the model's is: load the layer again instead of casting it"
+            )
+        if got.device != device:
+            raise ValueError(f"{name} is on {got.device} but qweight is on {device}; move the whole layer")
+        if not got.is_contiguous():
+            raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+    if any(tensor is not None for tensor in tensors[len(expected) :]):
+        raise ValueError(f"second-level scales were passed without nested_code; {spec} has none")
+
+
+def _check_dtype(dtype: torch.dtype) -> None:
+    if dtype not in FLOAT_DTYPES:
+        raise TypeError(f"cannot dequantize to {dtype}; nf4linear writes float32, float16 or bfloat16")
+
+
+def _check_input(x: Tensor, bias: Tensor | None, n: int, k: int) -> None:
+    if x.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"input is {x.dtype}; nf4linear takes float32, float16 or bfloat16 activations")
+    if x.dim() == 0 or x.shape[-1] != k:
+        got = x.shape[-1] if x.dim() else "no dimension and so no"
+        raise ValueError(f"input has {got} features in its last dimension, the layer takes in_features={k}")
+    if bias is None:
+        return
+    if bias.dtype != x.dtype:
+        raise TypeError(f"bias is {bias.dtype} but the input is {x.dtype}; cast one of them")
+    if bias.dim() != 1 or bias.shape[0] != n:
+        raise ValueError(f"bias is {list(bias.shape)}, the layer has out_features={n}")
+    if bias.device != x.device:
+        raise ValueError(f"bias is on {bias.device} but the input is on {x.device}; move one of them")
+
+
+# ---- dequantize ------------------------------------------------------------------------------------------------------
 
 
 def packed_dict(
@@ -47,33 +104,82 @@ def packed_dict(
 
 def _dequantize_reference(qweight, scales, nested_code, nested_absmax, nested_offset, format, n, k, blocksize, dtype):
     spec = make_spec(format, n, k, blocksize, nested_code is not None)
-    packed = packed_dict(spec, qweight, scales, nested_code, nested_absmax, nested_offset)
-    return reference.dequantize(spec, reorder.unpack(spec, packed), dtype)
+    weight = (qweight, scales, nested_code, nested_absmax, nested_offset)
+    _check_dtype(dtype)
+    _check_weight(spec, *weight)
+    return reference.dequantize(spec, reorder.unpack(spec, packed_dict(spec, *weight)), dtype)
 
 
-def _linear_reference(x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize):
+def _dequantize_native(qweight, scales, nested_code, nested_absmax, nested_offset, format, n, k, blocksize, dtype):
+    weight = (qweight, scales, nested_code, nested_absmax, nested_offset)
+    library = native.library(qweight.device.type)
+    if library:
+        spec = make_spec(format, n, k, blocksize, nested_code is not None)
+        _check_dtype(dtype)
+        _check_weight(spec, *weight)
+        out = qweight.new_empty((n, k), dtype=dtype)
+        if library.dequantize(native.describe_weight(spec, *weight), out):
+            return out
+    return _dequantize_reference(*weight, format, n, k, blocksize, dtype)
+
+
+# ---- linear ----------------------------------------------------------------------------------------------------------
+
+
+def _linear_gemm(x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize):
+    """Dequantize, then the framework's GEMM: the row of the dispatch table that takes every call."""
     _check_input(x, bias, n, k)
-    weight = torch.ops.nf4linear.dequantize(
-        qweight, scales, nested_code, nested_absmax, nested_offset, format, n, k, blocksize, x.dtype
-    )
-    return F.linear(x, weight, bias)
+    _check_same_device(x, qweight)
+    weight = dequantize(qweight, scales, nested_code, nested_absmax, nested_offset, format, n, k, blocksize, x.dtype)
+    rows = x.reshape(-1, k)
+    if not torch.is_autocast_enabled(x.device.type):
+        return F.linear(rows, weight, bias).view(*x.shape[:-1], n)
+    # The operator's contract is output dtype = input dtype: autocast acts before it, not inside.
+    with torch.autocast(x.device.type, enabled=False):
+        return F.linear(rows, weight, bias).view(*x.shape[:-1], n)
 
+
+def _linear_native(x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize):
+    weight = (qweight, scales, nested_code, nested_absmax, nested_offset)
+    library = native.library(x.device.type)
+    if library:
+        spec = make_spec(format, n, k, blocksize, nested_code is not None)
+        _check_input(x, bias, n, k)
+        _check_same_device(x, qweight)
+        _check_weight(spec, *weight)
+        y = x.new_empty((*x.shape[:-1], n))
+        if y.numel() == 0:
+            return y
+        rows = _kernel_rows(x.reshape(-1, k))
+        bias = bias if bias is None else bias.contiguous()
+        if library.linear(native.describe_weight(spec, *weight), rows, bias, y.view(-1, n)):
+            return y
+    return _linear_gemm(x, *weight, bias, format, n, k, blocksize)
+
+
+def _check_same_device(x: Tensor, qweight: Tensor) -> None:
+    if x.device != qweight.device:
+        raise ValueError(f"input is on {x.device} but the layer is on {qweight.device}; move one of them")
+
+
+def _kernel_rows(x: Tensor) -> Tensor:
+    """x [m, k] with contiguous rows that do not overlap; a copy where a view has neither."""
+    row_stride, stride = x.stride()
+    return x if stride == 1 and row_stride >= x.shape[1] else x.contiguous()
+
+
+# ---- registration ----------------------------------------------------------------------------------------------------
 
 _library.impl("dequantize", _dequantize_reference, "CompositeExplicitAutograd")
-_library.impl("linear", _linear_reference, "CompositeExplicitAutograd")
-
-
-def _check_input(x: Tensor, bias: Tensor | None, n: int, k: int) -> None:
-    if x.dtype not in FLOAT_DTYPES:
-        raise TypeError(f"input is {x.dtype}; nf4linear takes float32, float16 or bfloat16 activations")
-    if x.shape[-1] != k:
-        raise ValueError(f"input has {x.shape[-1]} features in its last dimension, the layer takes in_features={k}")
-    if bias is not None and bias.dtype != x.dtype:
-        raise TypeError(f"bias is {bias.dtype} but the input is {x.dtype}; cast one of them")
+_library.impl("linear", _linear_gemm, "CompositeExplicitAutograd")
+for _device in ("CPU", "CUDA"):
+    _library.impl("dequantize", _dequantize_native, _device)
+    _library.impl("linear", _linear_native, _device)
 
 
 @torch.library.register_fake("nf4linear::dequantize")
 def _dequantize_fake(qweight, scales, nested_code, nested_absmax, nested_offset, format, n, k, blocksize, dtype):
+    _check_dtype(dtype)
     return qweight.new_empty((n, k), dtype=dtype)
 
 
@@ -93,7 +199,7 @@ def _save_weight(ctx, inputs, output):
 def _linear_backward(ctx, grad):
     grad_x = grad_bias = None
     if ctx.needs_input_grad[0]:
-        grad_x = grad @ torch.ops.nf4linear.dequantize(*ctx.saved_tensors, *ctx.spec, grad.dtype)
+        grad_x = grad @ dequantize(*ctx.saved_tensors, *ctx.spec, grad.dtype)
     if ctx.has_bias and ctx.needs_input_grad[6]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
     return grad_x, None, None, None, None, None, grad_bias, None, None, None, None

@@ -1,0 +1,286 @@
+"""The shared libraries: found and opened at the first call on a device, argument structs, error codes, streams.
+
+Nothing is opened at import. `library("cuda")` and `library("cpu")` give either a bound library or a `MissingLibrary`,
+which is false and says why; the first miss warns once and the operators go on with the torch reference.
+
+Folders searched: those of NF4LINEAR_LIBRARY_PATH if it is set (and no others), else nf4linear/lib of the installation.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+import warnings
+from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .formats import TILE_K4, FourBitSpec, WeightSpec
+
+ABI_VERSION = 1
+OK, USE_GEMM, NO_KERNEL_IMAGE = 0, 1, -2
+
+FORMAT_IDS = {"nf4": 0, "fp4": 1, "w8_s8": 2, "w8_u8": 3}
+LAYOUT_IDS = {"flat": 0, "tile16x64": 1, "tile16x32": 2}
+DTYPE_IDS = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+
+
+class Weight(ctypes.Structure):
+    """nf4l_weight. It holds bare pointers: whoever keeps one keeps the tensors it was made from."""
+
+    _fields_ = (
+        ("format", c_int32),
+        ("layout", c_int32),
+        ("n", c_int64),
+        ("k", c_int64),
+        ("blocksize", c_int64),
+        ("qweight", c_void_p),
+        ("scales", c_void_p),
+        ("nested_code", c_void_p),
+        ("nested_absmax", c_void_p),
+        ("nested_offset", c_void_p),
+        ("n0", c_int64),
+        ("kb0", c_int64),
+        ("kb_full", c_int64),
+    )
+
+
+class LinearArgs(ctypes.Structure):
+    """nf4l_linear_args."""
+
+    _fields_ = (
+        ("dtype", c_int32),
+        ("flags", c_int32),
+        ("m", c_int64),
+        ("x", c_void_p),
+        ("x_stride", c_int64),
+        ("bias", c_void_p),
+        ("y", c_void_p),
+        ("workspace", c_void_p),
+        ("workspace_bytes", c_size_t),
+    )
+
+
+def describe_weight(
+    spec: WeightSpec,
+    qweight: Tensor,
+    scales: Tensor,
+    nested_code: Tensor | None,
+    nested_absmax: Tensor | None,
+    nested_offset: Tensor | None,
+) -> Weight:
+    """The argument struct of one unsharded weight; valid as long as the tensors keep their storage."""
+    nested = nested_code is not None
+    return Weight(
+        FORMAT_IDS[spec.format],
+        LAYOUT_IDS[spec.layout],
+        spec.n,
+        spec.k,
+        spec.blocksize if isinstance(spec, FourBitSpec) else spec.group_size or 0,
+        qweight.data_ptr(),
+        scales.data_ptr(),
+        nested_code.data_ptr() if nested else None,
+        nested_absmax.data_ptr() if nested else None,
+        nested_offset.data_ptr() if nested else None,
+        0,
+        0,
+        spec.k // TILE_K4,
+    )
+
+
+class NativeError(RuntimeError):
+    """A native call was refused or failed; the text says what and what to do."""
+
+
+class MissingLibrary:
+    """Stands for a library that cannot be used; false, with the reason in `why`."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        self.kind = kind
+        self.why = why
+
+    def __bool__(self) -> bool:
+        return False
+
+    def __repr__(self) -> str:
+        return f"MissingLibrary({self.kind}: {self.why})"
+
+
+class _Library:
+    """What both libraries share: bound functions, the version check and the status texts."""
+
+    kind: str
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._dll = ctypes.CDLL(str(path))
+        version = self._bind("abi_version", c_int)()
+        if version != ABI_VERSION:
+            raise OSError(f"it speaks ABI version {version}, this package speaks {ABI_VERSION}; install both again")
+        self._status_text = self._bind("status_text", c_char_p, c_int)
+
+    def _bind(self, name: str, result: type, *arguments: type):
+        function = getattr(self._dll, f"nf4l_{self.kind}_{name}")
+        function.restype = result
+        function.argtypes = arguments
+        return function
+
+    def _check(self, status: int, call: str) -> None:
+        if status < 0:
+            text = self._status_text(status).decode()
+            raise NativeError(f"nf4linear {call} on {self.kind} failed with status {status}: {text} ({self.path})")
+
+
+class CpuLibrary(_Library):
+    """libnf4linear_cpu: runs on as many threads as torch uses."""
+
+    kind = "cpu"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_int32)
+        self._linear = self._bind("linear", c_int, POINTER(Weight), POINTER(LinearArgs), c_int32)
+        self.description = f"CPU library, {self._bind('level', c_char_p)().decode()}"
+
+    def dequantize(self, weight: Weight, out: Tensor) -> bool:
+        """Writes the weight [n, k] into contiguous `out`."""
+        status = self._dequantize(byref(weight), DTYPE_IDS[out.dtype], out.data_ptr(), torch.get_num_threads())
+        self._check(status, "dequantize")
+        return True
+
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor) -> bool:
+        """Writes x [m, k] times the weight into y [m, n]; False when the library leaves the call to a GEMM."""
+        status = self._linear(byref(weight), byref(_linear_args(x, bias, y, None)), torch.get_num_threads())
+        self._check(status, "linear")
+        return status == OK
+
+
+class CudaLibrary(_Library):
+    """libnf4linear_cuda: launches on torch's current stream of the tensors' device, and never waits for it."""
+
+    kind = "cuda"
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_void_p)
+        self._linear = self._bind("linear", c_int, POINTER(Weight), POINTER(LinearArgs), c_void_p)
+        self._query_workspace = self._bind("workspace_bytes", c_size_t)
+        self.architectures = self._bind("architectures", c_char_p)().decode()
+        self.description = f"CUDA library for {self.architectures}"
+        self._workspace_bytes: dict[int, int] = {}
+        self._workspaces: dict[tuple[int, int], Tensor] = {}
+        self._foreign_devices: set[int] = set()
+
+    def dequantize(self, weight: Weight, out: Tensor) -> bool:
+        """Writes the weight [n, k] into contiguous `out`; False when the library has no code for this GPU."""
+        return self._on_device(out.device.index, self._launch_dequantize, weight, out)
+
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor) -> bool:
+        """Writes x [m, k] times the weight into y [m, n]; False when the library leaves the call to a GEMM."""
+        return self._on_device(x.device.index, self._launch_linear, weight, x, bias, y)
+
+    def _on_device(self, device: int, launch, *args) -> bool:
+        """Kernels go to the thread's current device, so a tensor of another GPU needs it switched for the launch."""
+        if device in self._foreign_devices:
+            return False
+        if device == torch.cuda.current_device():
+            return self._launched(device, launch(device, *args))
+        with torch.cuda.device(device):
+            return self._launched(device, launch(device, *args))
+
+    def _launched(self, device: int, status: int) -> bool:
+        if status == NO_KERNEL_IMAGE:
+            self._foreign_devices.add(device)
+            major, minor = torch.cuda.get_device_capability(device)
+            warnings.warn(
+                f"nf4linear: {self.path} holds code for {self.architectures}, not for cuda:{device} ({major}.{minor}); "
+                f"it uses the slower torch path. Install again with NF4LINEAR_CUDA_ARCHS={major}{minor}.",
+                stacklevel=2,
+            )
+        else:
+            self._check(status, "launch")
+        return status == OK
+
+    def _launch_dequantize(self, device: int, weight: Weight, out: Tensor) -> int:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        return self._dequantize(byref(weight), DTYPE_IDS[out.dtype], out.data_ptr(), stream)
+
+    def _launch_linear(self, device: int, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor) -> int:
+        stream = torch._C._cuda_getCurrentRawStream(device)
+        args = _linear_args(x, bias, y, self._workspace(device, stream))
+        return self._linear(byref(weight), byref(args), stream)
+
+    def _workspace(self, device: int, stream: int) -> Tensor | None:
+        """Zeroed memory that every launch leaves zeroed; launches of one stream share it, two streams never do."""
+        size = self._workspace_bytes.get(device)
+        if size is None:
+            size = self._workspace_bytes[device] = self._query_workspace()
+        if size == 0:
+            return None
+        if torch.cuda.is_current_stream_capturing():
+            # It must come from the graph's own pool, which keeps it for every replay; the fill is part of the graph.
+            return torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
+        workspace = self._workspaces.get((device, stream))
+        if workspace is None:
+            workspace = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
+            self._workspaces[device, stream] = workspace
+        return workspace
+
+
+def _linear_args(x: Tensor, bias: Tensor | None, y: Tensor, workspace: Tensor | None) -> LinearArgs:
+    return LinearArgs(
+        DTYPE_IDS[x.dtype],
+        0,
+        x.shape[0],
+        x.data_ptr(),
+        x.stride(0),
+        None if bias is None else bias.data_ptr(),
+        y.data_ptr(),
+        None if workspace is None else workspace.data_ptr(),
+        0 if workspace is None else workspace.numel(),
+    )
+
+
+_KINDS: dict[str, type[_Library]] = {"cuda": CudaLibrary, "cpu": CpuLibrary}
+_ADVICE = {
+    "cuda": "Install nf4linear where nvcc is found, with NF4LINEAR_CUDA_ARCHS set if no GPU is present then",
+    "cpu": "Install nf4linear where a C++ compiler is found",
+}
+
+
+def library_folders() -> list[Path]:
+    """Folders where the libraries are looked for, in order."""
+    if override := os.environ.get("NF4LINEAR_LIBRARY_PATH"):
+        return [Path(folder) for folder in override.split(os.pathsep)]
+    # An editable installation has two folders: the sources and the one CMake installed into.
+    return [Path(folder) / "lib" for folder in sys.modules[__package__].__path__]
+
+
+def open_library(kind: str) -> _Library | MissingLibrary:
+    """Opens libnf4linear_<kind>, without a warning and without remembering it; `library` is the cached way."""
+    name = f"nf4linear_{kind}.dll" if sys.platform == "win32" else f"libnf4linear_{kind}.so"
+    if sys.platform == "darwin":
+        name = f"libnf4linear_{kind}.dylib"
+    folders = library_folders()
+    for path in (folder / name for folder in folders):
+        if path.is_file():
+            try:
+                return _KINDS[kind](path)
+            except (OSError, AttributeError) as error:  # AttributeError: a symbol is missing
+                return MissingLibrary(kind, f"{path} cannot be used: {error}")
+    return MissingLibrary(kind, f"no {name} in {', '.join(map(str, folders))}")
+
+
+@functools.cache
+def library(kind: str) -> _Library | MissingLibrary:
+    """The library for tensors of device type `kind` ("cuda" or "cpu"), opened once; a miss warns once."""
+    found = open_library(kind)
+    if not found:
+        warnings.warn(
+            f"nf4linear: {found.why}; {kind} tensors use the slower torch path. {_ADVICE[kind]}.", stacklevel=2
+        )
+    return found
