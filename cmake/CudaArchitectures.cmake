@@ -1,8 +1,11 @@
 # Architectures to compile for, as nvcc numbers such as "90a;80": NF4LINEAR_CUDA_ARCHS (variable or environment), else
 # the GPUs of this machine, else none with one line that says how to force it. "none" builds no CUDA library.
 function(nf4linear_cuda_architectures out)
-  # Cached, so that the variable of the first configure also holds when the build system configures again.
-  set(NF4LINEAR_CUDA_ARCHS "$ENV{NF4LINEAR_CUDA_ARCHS}" CACHE STRING "CUDA architectures, such as 90a;80, or none")
+  # Cached, so that it still holds when the build system configures again by itself.
+  set(NF4LINEAR_CUDA_ARCHS "" CACHE STRING "CUDA architectures, such as 90a;80, or none")
+  if(NOT "$ENV{NF4LINEAR_CUDA_ARCHS}" STREQUAL "")
+    set(NF4LINEAR_CUDA_ARCHS "$ENV{NF4LINEAR_CUDA_ARCHS}" CACHE STRING "" FORCE)
+  endif()
   set(wanted "${NF4LINEAR_CUDA_ARCHS}")
   if(wanted STREQUAL "none")
     message(STATUS "nf4linear: NF4LINEAR_CUDA_ARCHS=none, installing without the CUDA library")

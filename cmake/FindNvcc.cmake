@@ -3,15 +3,15 @@
 # The nvidia-cuda-nvcc wheel puts a toolkit in site-packages/nvidia/cu<major>.
 function(nf4linear_pypi_toolkits out)
   set(${out} "" PARENT_SCOPE)
-  find_program(NF4LINEAR_PYTHON NAMES python3 python HINTS "${Python_EXECUTABLE}" NO_CACHE)
-  if(Python_EXECUTABLE)
-    set(NF4LINEAR_PYTHON "${Python_EXECUTABLE}")
+  set(python "${Python_EXECUTABLE}") # the build backend says which Python installs
+  if(NOT python)
+    find_program(python NAMES python3 python NO_CACHE)
   endif()
-  if(NOT NF4LINEAR_PYTHON)
+  if(NOT python)
     return()
   endif()
   # -I: pip's isolated build environment hides the packages of the one that is installed into.
-  execute_process(COMMAND "${NF4LINEAR_PYTHON}" -I -c "import sysconfig; print(sysconfig.get_path('purelib'))"
+  execute_process(COMMAND "${python}" -I -c "import sysconfig; print(sysconfig.get_path('purelib'))"
                   OUTPUT_VARIABLE site OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
   file(GLOB toolkits "${site}/nvidia/cu[0-9]*")
   set(${out} "${toolkits}" PARENT_SCOPE)
