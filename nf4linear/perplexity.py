@@ -14,6 +14,7 @@ same estimate on the differences of their losses, which is far smaller than eith
 
 from __future__ import annotations
 
+import inspect
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -112,13 +113,15 @@ def perplexity(
     if positions and window > positions:
         raise ValueError(f"window is {window} tokens, but the model has {positions} positions; choose a smaller window")
     token_ids = token_ids.reshape(-1)
+    trims_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     losses = []
     start = time.perf_counter()
     for begin, end, scored in windows(token_ids.numel(), window, stride):
         ids = token_ids[begin:end].to(model.device)
-        # The logits of position p - 1 score token p: only those from `scored - 1` on are computed.
+        # The logits of position p - 1 score token p: those from `scored - 1` on are wanted, the last one is not.
         kept = end - scored + 1
-        logits = model(ids[None], use_cache=False, logits_to_keep=kept).logits[0, :-1]
+        options = {"logits_to_keep": kept} if trims_logits else {}
+        logits = model(ids[None], use_cache=False, **options).logits[0, -kept:-1]
         losses.append(_losses(logits, ids[scored - begin :]).cpu())
         if progress:
             progress(end - scored)

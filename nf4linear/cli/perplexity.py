@@ -1,0 +1,161 @@
+"""nf4linear perplexity: how well a model predicts a text, alone or beside its other variants."""
+
+from __future__ import annotations
+
+import gc
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from .. import perplexity as scoring
+from .loading import LoadError, ModelSource
+from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument, errors_to_exit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")}
+
+
+@dataclass(frozen=True)
+class Row:
+    """One variant's score; bytes are those of all parameters and buffers."""
+
+    variant: str
+    dtype: str
+    model_bytes: int
+    score: scoring.Perplexity
+
+
+def perplexity(
+    model: ModelArgument,
+    text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="UTF-8 text file to score.")] = None,
+    dataset: Annotated[str | None, typer.Option(help=f"Or a data set from the hub: {', '.join(DATASETS)}.")] = None,
+    window: Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")] = 1024,
+    stride: Annotated[int | None, typer.Option(help="Tokens scored a window.", show_default="half the window")] = None,
+    max_tokens: Annotated[int | None, typer.Option(min=2, help="Score only this many tokens.", show_default="all")] = None,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="16-bit, bitsandbytes, its exact dequantized weights and nf4linear.")
+    ] = False,
+    base: Annotated[str | None, typer.Option(help="16-bit model that MODEL was made from, for --compare.")] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write the numbers here.")] = None,
+    device: DeviceOption = None,
+    dtype: DtypeOption = "auto",
+    format: FormatOption = "nf4",
+) -> None:
+    """Perplexity of a text by sliding window, with a standard error."""
+    console = Console()
+    with errors_to_exit(Console(stderr=True)):
+        source = ModelSource(model, device, dtype, format, base)
+        token_ids = _tokenize(source.tokenizer(), _read_text(text, dataset), max_tokens)
+        stride = window // 2 if stride is None else stride
+        variants = source.variants() if compare else ["nf4linear"]
+        rows = [_score(source, variant, token_ids, window, stride) for variant in variants]
+        console.print(_table(rows, source))
+        if compare and "16-bit" not in variants:
+            console.print("no 16-bit row: name the model that this one was made from with --base", style="dim")
+        if json_file is not None:
+            _write_json(json_file, _report(rows, source, str(text or dataset)))
+
+
+def _read_text(text: Path | None, dataset: str | None) -> str:
+    if (text is None) == (dataset is None):
+        raise LoadError("name what to score: --text FILE or --dataset wikitext (one of the two)")
+    if text is not None:
+        return text.read_text(encoding="utf-8")
+    if dataset not in DATASETS:
+        raise LoadError(f"--dataset {dataset}: known are {', '.join(DATASETS)}; any other text goes through --text FILE")
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise LoadError(f"--dataset {dataset} needs the datasets package: pip install datasets") from error
+    path, name, split = DATASETS[dataset]
+    # The customary form of this benchmark: all lines of the test split in one text.
+    return "\n\n".join(load_dataset(path, name, split=split)["text"])
+
+
+def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | None) -> torch.Tensor:
+    # The text is longer than the model's positions on purpose; verbose=False keeps the tokenizer from saying so.
+    return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0, :max_tokens]
+
+
+def _score(source: ModelSource, variant: str, token_ids: torch.Tensor, window: int, stride: int) -> Row:
+    gc.collect()  # the previous variant's model
+    model = source.load(variant)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task(variant, total=token_ids.numel() - 1)
+        score = scoring.perplexity(
+            model, token_ids, window=window, stride=stride, progress=lambda tokens: progress.advance(task, tokens)
+        )
+    dtype = str(model.dtype).removeprefix("torch.")
+    return Row(variant, dtype, model.get_memory_footprint(), score)
+
+
+def _table(rows: list[Row], source: ModelSource) -> Table:
+    first = rows[0].score
+    table = Table(
+        title=f"{source.path}: {first.tokens} tokens, window {first.window}, stride {first.stride}", title_justify="left"
+    )
+    for column in ("", "dtype", "MB", "perplexity", "± s.e.", "tokens/s"):
+        table.add_column(column, justify="left" if column in ("", "dtype") else "right")
+    if len(rows) > 1:
+        table.add_column(f"vs. {rows[0].variant}", justify="right")
+    for row in rows:
+        score = row.score
+        cells = [
+            row.variant,
+            row.dtype,
+            f"{row.model_bytes / 1e6:.1f}",
+            f"{score.perplexity:.4f}",
+            f"{score.standard_error:.4f}",
+            f"{score.tokens_per_second:.0f}",
+        ]
+        if row is not rows[0]:
+            change, error = score.relative_to(first)
+            cells.append(f"{change:+.3%} ± {error:.3%}")
+        table.add_row(*cells)
+    return table
+
+
+def _report(rows: list[Row], source: ModelSource, text: str) -> dict[str, Any]:
+    import transformers
+
+    def fields(row: Row) -> dict[str, Any]:
+        change, error = row.score.relative_to(rows[0].score)
+        return {
+            "variant": row.variant,
+            "dtype": row.dtype,
+            "model_bytes": row.model_bytes,
+            "perplexity": row.score.perplexity,
+            "standard_error": row.score.standard_error,
+            "relative_change": change,
+            "relative_change_error": error,
+            "seconds": row.score.seconds,
+        }
+
+    score = rows[0].score
+    return {
+        "model": source.path,
+        "base": source.base,
+        "text": text,
+        "tokens": score.tokens,
+        "window": score.window,
+        "stride": score.stride,
+        "device": str(source.device or source.device_map[""]),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "rows": [fields(row) for row in rows],
+    }
+
+
+def _write_json(path: Path, report: dict[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    temporary.replace(path)
