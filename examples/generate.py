@@ -1,0 +1,23 @@
+"""Stream an answer and measure it: python examples/generate.py [MODEL] [PROMPT]"""
+
+import sys
+
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import nf4linear  # noqa: F401 - makes transformers read packed checkpoints
+from nf4linear.generation import Sampling, generate
+
+path = sys.argv[1] if len(sys.argv) > 1 else "demo/smollm2-nf4"
+prompt = sys.argv[2] if len(sys.argv) > 2 else "Why is the sky blue? Answer in one sentence."
+
+model = AutoModelForCausalLM.from_pretrained(path)
+tokenizer = AutoTokenizer.from_pretrained(path)
+result = generate(
+    model,
+    tokenizer,
+    prompt,
+    max_new_tokens=100,
+    sampling=Sampling(temperature=0.7, top_p=0.9, seed=0),
+    write=lambda text: print(text, end="", flush=True),
+)
+print(f"\n{result.new_tokens} tokens; first after {result.prefill_seconds:.2f} s, the rest in {result.decode_seconds:.2f} s")
