@@ -1,0 +1,87 @@
+"""Source and destination folders: where they are, that they are apart, and the small files beside the weights."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ..formats import FORMAT_VERSION
+from .packed import SOURCE_FILE
+from .shards import INDEX_FILE, Checkpoint, CheckpointError
+
+SOURCE_CARD = "README.source.md"
+# Weights in any form, which are never copied: pack rewrites the safetensors and does not touch the others.
+_WEIGHT_SUFFIXES = {
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz",
+}  # fmt: skip
+_WRITTEN = {"config.json", "README.md", INDEX_FILE, SOURCE_FILE}
+_HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken"]
+_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+def fetch_source(src: str | Path, revision: str | None = None) -> Path:
+    """The folder `src`, or the local snapshot of the hub model of that name."""
+    folder = Path(src).expanduser()
+    if folder.is_dir():
+        return folder.resolve()
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(src)) or folder.exists():
+        raise CheckpointError(
+            f"{src}: is not a folder; give the folder of a saved model, or a hub name like owner/model"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(src), revision=revision, allow_patterns=_HUB_PATTERNS))
+    except Exception as error:  # network, authorisation, or no such model: the hub client has a class for each
+        raise CheckpointError(f"{src}: is not a folder, and the model hub did not give it ({error})") from error
+
+
+def check_apart(src: Path, dst: Path) -> None:
+    if src == dst or src in dst.parents or dst in src.parents:
+        raise CheckpointError(f"{dst}: is the source folder, inside it or around it; choose a folder apart from {src}")
+
+
+def parse_size(size: str | int) -> int:
+    """Bytes of 5000000000, "5GB" or "4.5GiB"; raises ValueError for anything else."""
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", str(size), re.IGNORECASE)
+    nbytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
+    if nbytes <= 0:
+        raise ValueError(f"a size must look like 5GB, 500MB or 4GiB; got {size!r}")
+    return nbytes
+
+
+def source_fingerprint(source: Checkpoint) -> dict[str, Any]:
+    """What must be unchanged for an interrupted run to go on: files, their sizes and times, and this version."""
+    files = {}
+    for path in [source.folder / "config.json", *(shard.path for shard in source.shards)]:
+        stat = path.stat()
+        files[path.name] = [stat.st_size, stat.st_mtime_ns]
+    headers = hashlib.sha256(repr([shard.entries for shard in source.shards]).encode()).hexdigest()
+    return {"files": files, "headers": headers, "format_version": FORMAT_VERSION, "version": plugin_version()}
+
+
+def plugin_version() -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version("nf4linear")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "unknown"
+
+
+def copy_small_files(src: Path, dst: Path, card: tuple[str, str]) -> None:
+    """Tokenizer, generation config, chat templates and the like; `card` is the model card's (name in src, in dst)."""
+    for path in sorted(src.iterdir()):
+        if path.is_file() and path.name == card[0]:
+            shutil.copyfile(path, dst / card[1])
+        elif path.is_file() and path.name not in _WRITTEN and not _is_left_out(path):
+            shutil.copyfile(path, dst / path.name)
+        elif path.is_dir() and path.name == "additional_chat_templates":
+            shutil.copytree(path, dst / path.name, dirs_exist_ok=True)
+
+
+def _is_left_out(path: Path) -> bool:
+    return path.name.startswith(".") or path.suffix in _WEIGHT_SUFFIXES or path.name.endswith(".index.json")

@@ -1,0 +1,253 @@
+"""A packed folder: its quantization_config, its keys, and nf4linear_source.json, all checked before they are used."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..formats import FORMAT_VERSION, FourBitSpec, TensorSpec, WeightSpec, spec_from_config
+from .shards import DTYPE_NAMES, Checkpoint, CheckpointError, read_json
+
+QUANT_METHOD = "nf4linear"
+SOURCE_FILE = "nf4linear_source.json"
+VERSION_KEY = "nf4linear_format_version"
+METADATA = {"format": "pt", VERSION_KEY: str(FORMAT_VERSION)}
+# Every last component a packed key can have besides `bias`.
+_PACKED_NAMES = frozenset(
+    {"qweight", "absmax_q", "absmax", "scale", "group_scale", "code", "nested_absmax", "nested_code", "nested_offset"}
+)
+
+
+@dataclass(frozen=True)
+class ModuleRules:
+    """Which format each layer has: `modules` and `modules_to_not_convert` of a quantization_config."""
+
+    modules: Mapping[str, Mapping[str, Any]]
+    not_converted: tuple[str, ...] = ()
+
+    def entry(self, name: str) -> Mapping[str, Any] | None:
+        """The entry of layer `name`: its exact name, else the longest glob that matches, else "default"."""
+        if name in self.modules:
+            return self.modules[name]
+        globs = [key for key in self.modules if key != "default" and fnmatch.fnmatchcase(name, key)]
+        return self.modules.get(max(globs, key=len) if globs else "default")
+
+
+def parse_config(config: Mapping[str, Any], where: str) -> ModuleRules:
+    """Rules of a config.json's quantization_config; raises CheckpointError for anything this version cannot read."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != QUANT_METHOD:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise CheckpointError(
+            f"{where}: quant_method is {method!r}, expected {QUANT_METHOD!r}; pack the checkpoint first"
+        )
+    version = quantization.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise CheckpointError(
+            f"{where}: format_version is {version!r}; this version of nf4linear reads {FORMAT_VERSION}. "
+            "Update nf4linear, or pack the checkpoint again"
+        )
+    modules = quantization.get("modules")
+    if not isinstance(modules, dict) or not all(isinstance(entry, dict) for entry in modules.values()):
+        raise CheckpointError(f"{where}: quantization_config.modules must map names to formats; got {modules!r}")
+    skipped = quantization.get("modules_to_not_convert") or []
+    if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
+        raise CheckpointError(f"{where}: modules_to_not_convert must be a list of names; got {skipped!r}")
+    return ModuleRules(modules, tuple(skipped))
+
+
+def make_config(specs: Mapping[str, WeightSpec], not_converted: Sequence[str], plugin_version: str) -> dict[str, Any]:
+    """quantization_config for layers with these specs: the commonest format is the default, the others are named."""
+    entries = {name: spec.to_config() for name, spec in specs.items()}
+    default = max(entries.values(), key=lambda entry: sum(entry == other for other in entries.values()), default={})
+    return {
+        "quant_method": QUANT_METHOD,
+        "format_version": FORMAT_VERSION,
+        "plugin_version": plugin_version,
+        "modules": {"default": default} | {name: entry for name, entry in entries.items() if entry != default},
+        "modules_to_not_convert": list(not_converted),
+    }
+
+
+@dataclass(frozen=True)
+class SourceRecord:
+    """nf4linear_source.json: what only unpack needs.
+
+    `files` lists the source's safetensors files: {"name", "metadata", "tensors": [[key, dtype, shape], ...]} in the
+    order of their bytes; `index` is the text of its index file; `config_changes` the config.json fields that pack
+    changed, with their old values (None: the field was absent).
+    """
+
+    source_format: str  # "bitsandbytes" or "plain"
+    quantization_config: dict[str, Any] | None
+    index: str | None
+    files: list[dict[str, Any]]
+    layers: dict[str, dict[str, Any]]
+    config_changes: dict[str, Any] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        return {"format_version": FORMAT_VERSION, **self.__dict__}
+
+    @classmethod
+    def read(cls, path: Path) -> SourceRecord | None:
+        """None if the file is not there; raises CheckpointError if it is not what pack wrote."""
+        if not path.is_file():
+            return None
+        value = read_json(path)
+        if value.pop("format_version", None) != FORMAT_VERSION:
+            raise CheckpointError(f"{path}: unknown format_version; update nf4linear, or unpack with --synthesize")
+        try:
+            record = cls(**value)
+            for layer in record.layers.values():
+                if type(layer["n"]) is not int or type(layer["k"]) is not int:
+                    raise TypeError("n and k must be integers")
+            for file in record.files:
+                if Path(file["name"]).name != file["name"]:
+                    raise ValueError(f"file name {file['name']!r} leaves the folder")
+                for key, dtype, shape in file["tensors"]:
+                    if not (isinstance(key, str) and isinstance(dtype, str) and all(type(s) is int for s in shape)):
+                        raise TypeError("tensors must be [key, dtype, shape]")
+        except (TypeError, KeyError, ValueError, AttributeError) as error:
+            raise CheckpointError(f"{path}: damaged ({error}); unpack with --synthesize can do without it") from error
+        return record
+
+
+class PackedFolder:
+    """A packed checkpoint opened for reading; use as a context manager.
+
+    `shapes` gives (out_features, in_features) of each layer; without it they come from nf4linear_source.json, and
+    layers it does not know have an unknown spec.
+    """
+
+    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
+        self.folder = folder
+        self.config = read_json(folder / "config.json")
+        self.rules = parse_config(self.config, str(folder / "config.json"))
+        self.source = SourceRecord.read(folder / SOURCE_FILE)
+        recorded = {} if self.source is None else self.source.layers
+        self._shapes = dict(shapes) if shapes is not None else {n: (r["n"], r["k"]) for n, r in recorded.items()}
+        self.checkpoint = Checkpoint(folder)
+        self.layers = tuple(key.removesuffix(".qweight") for key in self.checkpoint if key.endswith(".qweight"))
+
+        self._layer_set = frozenset(self.layers)
+
+    def __enter__(self) -> PackedFolder:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.checkpoint.__exit__(*exc)
+
+    def spec(self, name: str) -> WeightSpec | None:
+        """The spec of a layer, None if its shape is not known. Raises CheckpointError if its entry is not readable."""
+        entry = self.rules.entry(name)
+        if entry is None:
+            raise CheckpointError(f"{self.folder / 'config.json'}: no format for layer {name!r} and no default")
+        if name not in self._shapes:
+            return None
+        try:
+            return spec_from_config(entry, *self._shapes[name])
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.folder / 'config.json'}: layer {name!r}: {error}") from error
+
+    def known_spec(self, name: str) -> WeightSpec:
+        """The spec of a layer; raises CheckpointError if nothing says what shape it has."""
+        spec = self.spec(name)
+        if spec is None or name not in self.layers:
+            raise CheckpointError(f"{self.folder}: layer {name!r} is in only one of the weight files and {SOURCE_FILE}")
+        return spec
+
+    def nested_offset(self, name: str) -> float | None:
+        key = name + ".nested_offset"
+        return self.checkpoint.tensor(key).item() if key in self.checkpoint else None
+
+    def is_packed_key(self, key: str) -> bool:
+        name, _, part = key.rpartition(".")
+        return part in _PACKED_NAMES and name in self._layer_set
+
+    def tensors(self, name: str) -> dict[str, Tensor]:
+        """Packed tensors of a layer, to be checked by reorder.unpack."""
+        prefix = name + "."
+        keys = (prefix + part for part in _PACKED_NAMES)
+        return {key.removeprefix(prefix): self.checkpoint.tensor(key) for key in keys if key in self.checkpoint}
+
+    def check(self) -> None:
+        """Raise CheckpointError with the first of `problems()`."""
+        problems = list(self.problems())
+        if problems:
+            more = f"\n(and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            raise CheckpointError("\n".join(problems[:5]) + more)
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the headers, a message each; reads no weights, only the 4-byte nested offsets."""
+        for shard in self.checkpoint.shards:
+            version = (shard.metadata or {}).get(VERSION_KEY, str(FORMAT_VERSION))
+            if version != str(FORMAT_VERSION):
+                yield f"{shard.path}: format version {version!r}; this version of nf4linear reads {FORMAT_VERSION}"
+        if not self.layers:
+            yield f"{self.folder}: config.json says {QUANT_METHOD}, but no file holds a qweight"
+        expected_keys: set[str] = set()
+        for name in self.layers:
+            try:
+                spec = self.spec(name)
+            except CheckpointError as error:
+                yield str(error)
+                continue
+            if spec is not None:
+                expected = spec.packed_tensors()
+                expected_keys |= {f"{name}.{part}" for part in expected}
+                yield from self._layer_problems(name, expected)
+        yield from self._surplus(expected_keys)
+        for name in sorted(set(self._shapes) - set(self.layers)):
+            if self.rules.entry(name) is not None and self.source and name in self.source.layers:
+                yield f"{self.folder}: layer {name!r} lacks {name + '.qweight'!r}; the checkpoint is incomplete"
+
+    def _layer_problems(self, name: str, expected: Mapping[str, TensorSpec]) -> Iterator[str]:
+        for part, spec in expected.items():
+            key = f"{name}.{part}"
+            if key not in self.checkpoint:
+                yield f"{self.folder}: layer {name!r} lacks {key!r}; the checkpoint is incomplete"
+                continue
+            entry = self.checkpoint.entry(key)
+            if (entry.dtype, entry.shape) != (DTYPE_NAMES[spec.dtype], spec.shape):
+                yield (
+                    f"{self.checkpoint.locate(key)} is {entry.dtype} {list(entry.shape)}, "
+                    f"expected {DTYPE_NAMES[spec.dtype]} {list(spec.shape)}"
+                )
+            elif part == "nested_offset" and not torch.isfinite(self.checkpoint.tensor(key)):
+                yield f"{self.checkpoint.locate(key)} is not finite; the file is damaged, pack it again"
+
+    def _surplus(self, expected: set[str]) -> Iterator[str]:
+        packed = self._layer_set
+        unknown_shape = {name for name in packed if name not in self._shapes}
+        for key in self.checkpoint:
+            name, _, part = key.rpartition(".")
+            if name in packed and part == "weight":
+                yield f"{self.checkpoint.locate(key)} is a plain weight of layer {name!r}, which is packed"
+            elif name in packed and name not in unknown_shape and part in _PACKED_NAMES and key not in expected:
+                yield f"{self.checkpoint.locate(key)} does not belong to the format of layer {name!r}"
+            elif name not in packed and part in _PACKED_NAMES and part != "scale" and part != "code":
+                yield f"{self.checkpoint.locate(key)} belongs to layer {name!r}, which has no qweight"
+
+
+def validate_packed(folder: str | Path, shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
+    """Check the headers of a packed folder before anything is loaded from it.
+
+    `shapes`, if given, maps layer names to (out_features, in_features) as the model has them; otherwise
+    nf4linear_source.json serves. Raises CheckpointError naming file, layer and key of the first problems found.
+    """
+    with PackedFolder(Path(folder), shapes) as packed:
+        packed.check()
+
+
+def check_code(spec: FourBitSpec, code: Tensor, where: str) -> None:
+    """Raise CheckpointError unless `code` is the table of the format, or that table rounded to a 16-bit type."""
+    table = torch.tensor(spec.codebook.code, dtype=torch.float32)
+    roundings = (table, table.to(torch.bfloat16).float(), table.to(torch.float16).float())
+    if not any(torch.equal(code, rounded) for rounded in roundings):
+        raise CheckpointError(f"{where} is not the {spec.format} table; the codes would mean other values")
