@@ -1,0 +1,35 @@
+// Products in float32: exact weights up to one rounding a product, on every level and for every dtype of x.
+
+namespace nf4l::cpu::NF4L_CPU_LEVEL {
+
+template <class Isa>
+struct F32Math {
+  using Element = float;
+  using Operand = typename Isa::Vec;
+  static constexpr int K_STEP = 1;
+
+  template <class Format>
+  static void decode(const uint8_t* tile, float* panel, int stride) {
+    if constexpr (IS_4BIT<Format>) {
+      Isa::template decode_tile4<Format>(tile, panel, stride);
+    } else {
+      Isa::template decode_tile8<Format>(tile, panel, stride);
+    }
+  }
+
+  template <class T>
+  static float pack(const T* x, int64_t valid) {
+    return valid > 0 ? to_float(*x) : 0.0f;
+  }
+
+  template <class Format>
+  static constexpr float output_factor() {
+    return 1.0f;
+  }
+
+  static Operand load(const float* p) { return Isa::load(p); }
+  static Operand broadcast(float v) { return Isa::broadcast(v); }
+  static Operand multiply_add(Operand acc, Operand w, Operand x) { return Isa::multiply_add(acc, w, x); }
+};
+
+}  // namespace nf4l::cpu::NF4L_CPU_LEVEL

@@ -1,0 +1,193 @@
+// y = x W^T + bias for any M: each tile is decoded once into a small panel and multiplied with all rows of x.
+//
+// A panel is PANEL strips x one k tile, decoded with rows in lanes and without its scales (for NF4 that is exact, and
+// for bfloat16 products it needs one rounding of the 16 centroids instead of one of every weight). The micro-kernel sums a tile's
+// products in registers and then adds scale * sum to the running result in float32.
+//
+// A Math says how products are formed: F32Math multiplies float32 (every level), a Bf16Math pairs of bfloat16 values.
+//   Element, K_STEP      what one lane of the panel and one packed x hold: K_STEP inputs in 4 bytes
+//   decode<Format>(tile, panel, stride)    one tile into [steps][stride] elements
+//   pack(x, valid)       one Element from `valid` of K_STEP inputs of x
+//   output_factor<Format>()    what the result still has to be multiplied with
+//   multiply_add(acc, w, x)
+
+namespace nf4l::cpu::NF4L_CPU_LEVEL {
+
+// How the rows of x are cut into blocks of at most MAX_MR rows, as evenly as possible.
+struct RowBlocks {
+  int64_t count;
+  int64_t longer;  // the first `longer` blocks have `rows` + 1 rows
+  int rows;
+
+  static RowBlocks of(int64_t m, int max_rows) {
+    const int64_t count = ceil_div(m, max_rows);
+    return {count, m % count, static_cast<int>(m / count)};
+  }
+  int rows_of(int64_t b) const { return rows + (b < longer); }
+  int64_t start_of(int64_t b) const { return b * rows + (b < longer ? b : longer); }
+};
+
+// x of one k tile as the micro-kernel reads it: for each row block [steps][rows of the block].
+template <class Math, class T>
+void pack_tile(const T* x, int64_t stride, int64_t inputs, const RowBlocks& blocks, int steps, typename Math::Element* out) {
+  for (int64_t b = 0; b < blocks.count; ++b) {
+    const int rows = blocks.rows_of(b);
+    typename Math::Element* block = out + blocks.start_of(b) * steps;
+    for (int r = 0; r < rows; ++r) {
+      const T* row = x + (blocks.start_of(b) + r) * stride;
+      for (int s = 0; s < steps; ++s) block[s * rows + r] = Math::pack(row + s * Math::K_STEP, inputs - s * Math::K_STEP);
+    }
+  }
+}
+
+// result[MR][PANEL][16] += scales[PANEL][16] * (panel . x) over one tile.
+template <class Isa, class Math, int MR>
+void multiply_panel(const typename Math::Element* panel, const typename Math::Element* x, int steps, const float* const* scales, float* result) {
+  using Vec = typename Isa::Vec;
+  constexpr int PANEL = Isa::PANEL;
+  Vec sum[MR][PANEL];
+  for (int r = 0; r < MR; ++r)
+    for (int p = 0; p < PANEL; ++p) sum[r][p] = Isa::zero();
+  for (int s = 0; s < steps; ++s) {
+    typename Math::Operand w[PANEL];
+    for (int p = 0; p < PANEL; ++p) w[p] = Math::load(panel + (s * PANEL + p) * LANES);
+    for (int r = 0; r < MR; ++r) {
+      const typename Math::Operand xv = Math::broadcast(x[s * MR + r]);
+      for (int p = 0; p < PANEL; ++p) sum[r][p] = Math::multiply_add(sum[r][p], w[p], xv);
+    }
+  }
+  for (int p = 0; p < PANEL; ++p) {
+    const Vec scale = Isa::load(scales[p]);
+    for (int r = 0; r < MR; ++r) {
+      float* at = result + (r * PANEL + p) * LANES;
+      Isa::store(at, Isa::multiply_add(Isa::load(at), sum[r][p], scale));
+    }
+  }
+}
+
+template <class Isa, class Math>
+using MultiplyPanel = void (*)(const typename Math::Element*, const typename Math::Element*, int, const float* const*, float*);
+
+// MULTIPLY_PANEL<...>[rows - 1]
+template <class Isa, class Math, class Rows>
+struct MultiplyPanels;
+template <class Isa, class Math, int... R>
+struct MultiplyPanels<Isa, Math, std::integer_sequence<int, R...>> {
+  static constexpr MultiplyPanel<Isa, Math> table[] = {multiply_panel<Isa, Math, R + 1>...};
+};
+
+template <class Isa, class Math, class Format, class T>
+class Gemm {
+ public:
+  using Element = typename Math::Element;
+
+  Gemm(const nf4l_weight& w, const nf4l_linear_args& a, int threads)
+      : w_(w), a_(a), threads_(threads), tiling_(tiling_of(w)), code_(w.nested_code), steps_(tiling_.tile_k / Math::K_STEP) {}
+
+  int run() {
+    // Rows of x a pass: bounds the packed x that a thread keeps to MAX_PACKED_BYTES.
+    const int64_t row_bytes = tiling_.k_tiles * steps_ * sizeof(Element);
+    const int64_t most = MAX_PACKED_BYTES / row_bytes;
+    const int64_t pass = a_.m < most ? a_.m : (most < Isa::MAX_MR ? Isa::MAX_MR : most / Isa::MAX_MR * Isa::MAX_MR);
+    packed_ = static_cast<Element*>(scratch(Scratch::PACKED_X, pass * row_bytes));
+    if (!packed_) return NF4L_USE_GEMM;
+    for (int64_t m = 0; m < a_.m; m += pass) {
+      first_row_ = m;
+      rows_ = a_.m - m < pass ? a_.m - m : pass;
+      blocks_ = RowBlocks::of(rows_, Isa::MAX_MR);
+      pack_x();
+      const int64_t panels = ceil_div(tiling_.strips, Isa::PANEL);
+      parallel_for(panels, 1, threads_, [this](int64_t begin, int64_t end) { run_panels(begin, end); });
+      if (short_of_memory_) return NF4L_USE_GEMM;
+    }
+    return NF4L_OK;
+  }
+
+ private:
+  static constexpr int PANEL = Isa::PANEL;
+  static constexpr int64_t MAX_PACKED_BYTES = 8 << 20;
+  // Below this much x the calling thread packs alone: less than waking the others costs.
+  static constexpr int64_t PACK_ALONE_ELEMENTS = 1 << 15;
+
+  void pack_x() {
+    const T* x = static_cast<const T*>(a_.x) + first_row_ * a_.x_stride;
+    const int64_t grain = ceil_div(PACK_ALONE_ELEMENTS, rows_ * tiling_.tile_k);
+    parallel_for(tiling_.k_tiles, grain, threads_, [&](int64_t begin, int64_t end) {
+      for (int64_t kt = begin; kt < end; ++kt) {
+        const int64_t k = kt * tiling_.tile_k;
+        pack_tile<Math>(x + k, a_.x_stride, w_.k - k, blocks_, steps_, packed_ + kt * rows_ * steps_);
+      }
+    });
+  }
+
+  void run_panels(int64_t begin, int64_t end) {
+    const int64_t scale_floats = tiling_.scale_vectors * LANES;
+    const int64_t result_floats = rows_ * PANEL * LANES;
+    const int64_t panel_floats = int64_t{TILE_K4} * PANEL * LANES;
+    auto* room = static_cast<float*>(
+        scratch(Scratch::WORKER, (scale_floats * PANEL + result_floats + panel_floats) * sizeof(float)));
+    if (!room) {
+      short_of_memory_ = true;
+      return;
+    }
+    float* const result = room + panel_floats;
+    float* const scale_room = result + result_floats;
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const float* scales[PANEL];
+      const uint8_t* tiles[PANEL];
+      for (int p = 0; p < PANEL; ++p) {
+        // A last panel that sticks out computes its last strip again; it is not stored.
+        const int64_t wanted = panel * PANEL + p, strip = wanted < tiling_.strips ? wanted : tiling_.strips - 1;
+        scales[p] = strip_scales<Isa>(w_, code_, strip, scale_room + p * scale_floats);
+        tiles[p] = w_.qweight + strip * tiling_.k_tiles * TILE_BYTES;
+      }
+      run_panel(tiles, scales, reinterpret_cast<Element*>(room), result);
+      store(panel, result);
+    }
+  }
+
+  void run_panel(const uint8_t* const* tiles, const float* const* scales, Element* decoded, float* result) const {
+    using Rows = std::make_integer_sequence<int, Isa::MAX_MR>;
+    memset(result, 0, rows_ * PANEL * LANES * sizeof(float));
+    for (int64_t kt = 0; kt < tiling_.k_tiles; ++kt) {
+      const float* scale[PANEL];
+      for (int p = 0; p < PANEL; ++p) {
+        Math::template decode<Format>(tiles[p] + kt * TILE_BYTES, decoded + p * LANES, PANEL * LANES);
+        scale[p] = scales[p] + (kt >> tiling_.scale_shift) * LANES;
+      }
+      const Element* x = packed_ + kt * rows_ * steps_;
+      for (int64_t b = 0; b < blocks_.count; ++b) {
+        const int64_t row = blocks_.start_of(b);
+        MultiplyPanels<Isa, Math, Rows>::table[blocks_.rows_of(b) - 1](
+            decoded, x + row * steps_, steps_, scale, result + row * PANEL * LANES);
+      }
+    }
+  }
+
+  void store(int64_t panel, const float* result) const {
+    const T* bias = static_cast<const T*>(a_.bias);
+    for (int p = 0; p < PANEL; ++p) {
+      const int64_t n = (panel * PANEL + p) * LANES;
+      if (n >= w_.n) return;
+      const int count = static_cast<int>(w_.n - n < LANES ? w_.n - n : LANES);
+      for (int64_t r = 0; r < rows_; ++r) {
+        T* y = static_cast<T*>(a_.y) + (first_row_ + r) * w_.n + n;
+        const auto sum = Isa::load(result + (r * PANEL + p) * LANES);
+        Isa::store_rows(y, sum, Math::template output_factor<Format>(), bias ? bias + n : nullptr, count);
+      }
+    }
+  }
+
+  const nf4l_weight& w_;
+  const nf4l_linear_args& a_;
+  const int threads_;
+  const Tiling tiling_;
+  const typename Isa::NestedCode code_;
+  const int steps_;
+  Element* packed_ = nullptr;
+  int64_t first_row_ = 0, rows_ = 0;
+  RowBlocks blocks_{};
+  std::atomic<bool> short_of_memory_{false};
+};
+
+}  // namespace nf4l::cpu::NF4L_CPU_LEVEL

@@ -1,0 +1,96 @@
+// Portable C++: GCC and clang vector extensions of 16 bytes, which every target has or emulates.
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+namespace nf4l::cpu::NF4L_CPU_LEVEL {
+
+struct Portable {
+  static constexpr const char* NAME = "portable";
+  static constexpr int PANEL = 1;
+  static constexpr int MAX_MR = 3;
+
+  typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
+  struct Vec {
+    Quarter q[4];
+  };
+
+  static Vec zero() { return broadcast(0.0f); }
+  static Vec broadcast(float v) {
+    const Quarter q = {v, v, v, v};
+    return {{q, q, q, q}};
+  }
+  static Vec load(const float* p) {
+    const auto* q = reinterpret_cast<const Quarter*>(p);
+    return {{q[0], q[1], q[2], q[3]}};
+  }
+  static void store(float* p, Vec v) {
+    auto* q = reinterpret_cast<Quarter*>(p);
+    for (int i = 0; i < 4; ++i) q[i] = v.q[i];
+  }
+  static Vec mul(Vec a, Vec b) { return {{a.q[0] * b.q[0], a.q[1] * b.q[1], a.q[2] * b.q[2], a.q[3] * b.q[3]}}; }
+  static Vec add(Vec a, Vec b) { return {{a.q[0] + b.q[0], a.q[1] + b.q[1], a.q[2] + b.q[2], a.q[3] + b.q[3]}}; }
+  static Vec multiply_add(Vec acc, Vec a, Vec b) {
+#if defined(__aarch64__)
+    for (int i = 0; i < 4; ++i) acc.q[i] = vfmaq_f32(acc.q[i], a.q[i], b.q[i]);
+    return acc;
+#else
+    return add(acc, mul(a, b));
+#endif
+  }
+
+  struct NestedCode {
+    const float* code;
+    explicit NestedCode(const float* c) : code(c) {}
+  };
+
+  // 64 codes of absmax_q: byte 4 i + j is lane i of block j; out is [4][16].
+  static void look_up_scale_codes(const NestedCode& nested, const uint8_t* codes, float* out) {
+    for (int i = 0; i < LANES; ++i)
+      for (int j = 0; j < 4; ++j) out[j * LANES + i] = nested.code[codes[4 * i + j]];
+  }
+
+  // panel[k * stride + lane] = centroid
+  template <class Format>
+  static void decode_tile4(const uint8_t* tile, float* panel, int stride) {
+    for (int lane = 0; lane < LANES; ++lane)
+      for (int k = 0; k < TILE_K4; k += 2) {
+        const float* pair = CENTROID_PAIRS<Format>.value[tile[tile16x64_byte(lane_row(lane), k, TILE_K4)]];
+        panel[k * stride + lane] = pair[0];
+        panel[(k + 1) * stride + lane] = pair[1];
+      }
+  }
+
+  template <class Format>
+  static void decode_tile8(const uint8_t* tile, float* panel, int stride) {
+    for (int lane = 0; lane < LANES; ++lane)
+      for (int k = 0; k < TILE_K8; ++k)
+        panel[k * stride + lane] = static_cast<float>(tile[tile16x32_byte(lane_row(lane), k, TILE_K8)] - Format::BIAS);
+  }
+
+  // The rows of a tile, `ld` elements apart, times their scales (lane order).
+  template <class Format, class T>
+  static void dequantize_tile4(const uint8_t* tile, const float* scales, T* out, int64_t ld, int rows) {
+    for (int r = 0; r < rows; ++r) {
+      const float scale = scales[2 * (r % 8) + r / 8];
+      for (int k = 0; k < TILE_K4; k += 2) {
+        const float* pair = CENTROID_PAIRS<Format>.value[tile[tile16x64_byte(r, k, TILE_K4)]];
+        out[r * ld + k] = from_float<T>(pair[0] * scale);
+        out[r * ld + k + 1] = from_float<T>(pair[1] * scale);
+      }
+    }
+  }
+
+  // y[row] = sums * factor + bias for the first `count` rows of a strip.
+  template <class T>
+  static void store_rows(T* y, Vec sums, float factor, const T* bias, int count) {
+    float lanes[LANES];
+    store(lanes, sums);
+    for (int r = 0; r < count; ++r) {
+      const float sum = lanes[2 * (r % 8) + r / 8] * factor;
+      y[r] = from_float<T>(bias ? sum + to_float(bias[r]) : sum);
+    }
+  }
+};
+
+}  // namespace nf4l::cpu::NF4L_CPU_LEVEL

@@ -1,0 +1,276 @@
+"""The CPU library, each instruction-set level forced in turn, against the reference on canonical tensors."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from ctypes import byref
+from pathlib import Path
+
+import pytest
+import torch
+
+from nf4linear import native, reference, reorder
+from nf4linear.formats import EightBitSpec, FourBitSpec
+from operands import SPECS, fresh_weight, spec_id
+
+LEVELS = ("portable", "avx2", "avx512_core", "avx512")
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+MORE_SPECS = (
+    FourBitSpec("nf4", 80, 576),  # K of nine blocks: absmax_q is padded
+    FourBitSpec("nf4", 40, 2752),  # nested groups change inside rows, at other places in each
+    FourBitSpec("nf4", 16, 4096, blocksize=4096),
+    FourBitSpec("nf4", 5, 128, double_quant=False),
+    FourBitSpec("fp4", 70, 320, blocksize=64),
+    FourBitSpec("nf4", 300, 34, blocksize=32),  # flat, several blocks a thread
+    EightBitSpec("w8_s8", 33, 128, group_size=64),
+    EightBitSpec("w8_u8", 65, 130),
+)
+TILED = [spec for spec in (*SPECS, *MORE_SPECS) if spec.layout != "flat"]
+SOURCES = Path(__file__).parent.parent / "csrc" / "cpu"
+
+
+@pytest.fixture(scope="session")
+def library_file(tmp_path_factory) -> Path:
+    """The installed library, or one built here when the package was installed without."""
+    name = "libnf4linear_cpu.so"
+    for folder in native.library_folders():
+        if (folder / name).is_file():
+            return folder / name
+    if not shutil.which("cmake") or not (shutil.which("c++") or shutil.which("g++")):
+        pytest.skip("no CPU library is installed, and cmake or a C++ compiler to build it is missing")
+    build = tmp_path_factory.mktemp("build")
+    subprocess.run(["cmake", "-S", SOURCES, "-B", build], check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", build, "-j", "2"], check=True, capture_output=True)
+    return build / name
+
+
+@pytest.fixture(scope="session", params=LEVELS)
+def library(request, library_file, tmp_path_factory) -> native.CpuLibrary:
+    """One copy of the library a level: the level is chosen once a loaded file."""
+    copy = tmp_path_factory.mktemp(request.param) / library_file.name
+    shutil.copy(library_file, copy)
+    previous = os.environ.get("NF4LINEAR_CPU_LEVEL")
+    os.environ["NF4LINEAR_CPU_LEVEL"] = request.param
+    try:
+        opened = native.CpuLibrary(copy)
+    finally:
+        os.environ.pop("NF4LINEAR_CPU_LEVEL")
+        if previous is not None:
+            os.environ["NF4LINEAR_CPU_LEVEL"] = previous
+    if not opened.description.endswith(f" {request.param}"):
+        pytest.skip(f"this machine has no {request.param}")
+    return opened
+
+
+class Weight:
+    """One random weight: canonical tensors, packed tensors and the argument struct."""
+
+    def __init__(self, spec, seed=0):
+        self.spec = spec
+        self.canonical = fresh_weight(spec, seed)
+        self.packed = reorder.pack(spec, self.canonical)
+        nested = (self.packed.get(name) for name in ("nested_code", "nested_absmax", "nested_offset"))
+        self.struct = native.describe_weight(spec, self.packed["qweight"], self.packed[spec.scales_name], *nested)
+
+
+def guarded(rows: int, columns: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """A view [rows, columns] inside a buffer of sentinels, and the buffer."""
+    buffer = torch.full((rows * columns + 128,), 1234.0, dtype=dtype)
+    return buffer[64 : 64 + rows * columns].view(rows, columns), buffer
+
+
+def assert_guards(buffer: torch.Tensor) -> None:
+    assert (buffer[:64] == 1234).all() and (buffer[-64:] == 1234).all(), "wrote outside the output"
+
+
+@pytest.mark.parametrize("spec", (*SPECS, *MORE_SPECS), ids=spec_id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_is_bit_identical(library, spec, dtype):
+    weight = Weight(spec)
+    out, buffer = guarded(spec.n, spec.k, dtype)
+    assert library.dequantize(weight.struct, out)
+    assert torch.equal(out, reference.dequantize(spec, weight.canonical, dtype))
+    assert_guards(buffer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_dequantize_rounds_extreme_scales(library, dtype):
+    """Subnormal, overflowing and non-finite results are those of torch's own conversions."""
+    spec = FourBitSpec("nf4", 16, 256, double_quant=False)
+    weight = Weight(spec)
+    scales = torch.tensor([1e-42, 3e-39, 1e-7, 6e-8, 7e4, 3e38, float("inf"), 0.0]).repeat(8)
+    weight.canonical["absmax"].copy_(scales)
+    weight.packed["absmax"].copy_(reorder.pack(spec, weight.canonical)["absmax"])
+    out = torch.empty(spec.n, spec.k, dtype=dtype)
+    assert library.dequantize(weight.struct, out)
+    torch.testing.assert_close(out, reference.dequantize(spec, weight.canonical, dtype), rtol=0, atol=0, equal_nan=True)
+
+
+def relative_error(y: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((y.double() - exact).norm() / exact.norm()).item()
+
+
+# Norm-wise against float64: 16-bit outputs are rounded once (at most 2^-11 and 2^-8 of a value).
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-8}
+
+
+@pytest.mark.parametrize("spec", TILED, ids=spec_id)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_matches_float64(library, spec, dtype):
+    weight = Weight(spec)
+    exact = reference.dequantize(spec, weight.canonical, torch.float32).double()
+    generator = torch.Generator().manual_seed(1)
+    for m in (1, 2, 3, 4, 7, 12, 13, 16, 29):
+        x = torch.randn(m, spec.k, generator=generator).to(dtype)
+        bias = torch.randn(spec.n, generator=generator).to(dtype) if m % 2 else None
+        y, buffer = guarded(m, spec.n, dtype)
+        assert library.linear(weight.struct, x, bias, y)
+        expected = x.double() @ exact.T + (0 if bias is None else bias.double())
+        assert relative_error(y, expected) < TOLERANCE[dtype], f"M={m}"
+        assert_guards(buffer)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("m", (1, 2, 5, 31))
+def test_one_hot_inputs_give_the_decoded_weights(library, dtype, m):
+    """Every column of W, once through each row of a batch: a wrong place of any weight shows."""
+    spec = FourBitSpec("nf4", 35, 320)
+    weight = Weight(spec)
+    exact = reference.dequantize(spec, weight.canonical, torch.float32)
+    for first in range(0, spec.k - m + 1, m):
+        x = torch.zeros(m, spec.k, dtype=dtype)
+        x[torch.arange(m), first + torch.arange(m)] = 1
+        y = torch.empty(m, spec.n, dtype=dtype)
+        assert library.linear(weight.struct, x, None, y)
+        torch.testing.assert_close(y.float(), exact[:, first : first + m].T, rtol=2**-7, atol=0)
+
+
+def test_bf16_error_is_no_larger_than_that_of_16_bit_weights(library):
+    spec = FourBitSpec("nf4", 256, 1024)
+    weight = Weight(spec)
+    exact = reference.dequantize(spec, weight.canonical, torch.float32).double()
+    weight_16 = reference.dequantize(spec, weight.canonical, torch.bfloat16).double()
+    for m in (1, 16, 64):
+        x = torch.randn(m, spec.k, generator=torch.Generator().manual_seed(m)).bfloat16()
+        y = torch.empty(m, spec.n, dtype=torch.bfloat16)
+        assert library.linear(weight.struct, x, None, y)
+        expected = x.double() @ exact.T
+        dequantized = (x.double() @ weight_16.T).bfloat16()
+        assert relative_error(y, expected) <= 1.15 * relative_error(dequantized, expected)
+
+
+def test_shard_finds_its_nested_scales(library):
+    """A slice of rows and k-blocks of a larger weight gives the same part of the result."""
+    spec = FourBitSpec("nf4", 96, 1024)
+    weight = Weight(spec)
+    shard = FourBitSpec("nf4", 32, 512)
+    packed = {
+        "qweight": weight.packed["qweight"][2:4, 8:].contiguous(),
+        "absmax_q": weight.packed["absmax_q"][2:4, 2:].contiguous(),
+    }
+    nested = (weight.packed[name] for name in ("nested_code", "nested_absmax", "nested_offset"))
+    struct = native.describe_weight(shard, packed["qweight"], packed["absmax_q"], *nested)
+    struct.n0, struct.kb0, struct.kb_full = 32, 8, 16
+    out = torch.empty(shard.n, shard.k)
+    assert library.dequantize(struct, out)
+    whole = reference.dequantize(spec, weight.canonical, torch.float32)
+    assert torch.equal(out, whole[32:64, 512:])
+    x = torch.randn(3, shard.k)
+    y = torch.empty(3, shard.n)
+    assert library.linear(struct, x, None, y)
+    torch.testing.assert_close(y, x @ out.T, rtol=1e-4, atol=1e-4)
+
+
+def test_rows_of_x_may_be_strided(library):
+    spec = FourBitSpec("nf4", 32, 192)
+    weight = Weight(spec)
+    for m in (1, 2, 5):
+        x = torch.randn(m, 400)[:, 3 : 3 + spec.k]
+        y, contiguous = torch.empty(m, spec.n), torch.empty(m, spec.n)
+        assert library.linear(weight.struct, x, None, y)
+        assert library.linear(weight.struct, x.contiguous(), None, contiguous)
+        assert torch.equal(y, contiguous)
+
+
+def test_flat_weights_are_left_to_a_gemm(library):
+    weight = Weight(FourBitSpec("nf4", 20, 100))
+    assert not library.linear(weight.struct, torch.randn(2, 100), None, torch.empty(2, 20))
+
+
+def test_refuses_bad_arguments(library):
+    weight = Weight(FourBitSpec("nf4", 16, 64))
+    weight.struct.blocksize = 48
+    with pytest.raises(native.NativeError, match="out of range"):
+        library.dequantize(weight.struct, torch.empty(16, 64))
+
+
+def test_same_bits_from_every_thread_and_again(library):
+    """Calls from several Python threads at once do not disturb each other, and repeat bit for bit."""
+    spec = FourBitSpec("nf4", 272, 512)
+    weight = Weight(spec)
+    inputs = [torch.randn(m, spec.k).bfloat16() for m in (1, 2, 9, 40)]
+
+    def run(x):
+        y = torch.empty(len(x), spec.n, dtype=x.dtype)
+        assert library.linear(weight.struct, x, None, y)
+        return y
+
+    expected = [run(x) for x in inputs]
+    failures = []
+
+    def worker():
+        for _ in range(20):
+            for x, y in zip(inputs, expected, strict=True):
+                if not torch.equal(run(x), y):
+                    failures.append(len(x))
+
+    threads = [threading.Thread(target=worker) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+
+
+def test_threads_do_not_change_a_bit(library):
+    spec = FourBitSpec("nf4", 272, 512)
+    weight = Weight(spec)
+    args = {m: native._linear_args(torch.randn(m, spec.k), None, torch.empty(m, spec.n), None) for m in (1, 9)}
+    for m in args:
+        x, results = torch.randn(m, spec.k), []
+        for threads in (1, 2, 3):
+            y = torch.empty(m, spec.n)
+            assert library._linear(byref(weight.struct), byref(native._linear_args(x, None, y, None)), threads) == 0
+            results.append(y)
+        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+FORK = """
+import os, sys, torch
+sys.path[:0] = [{root!r}, {tests!r}]
+from nf4linear import native
+from nf4linear.formats import FourBitSpec
+from test_cpu_library import Weight
+library = native.CpuLibrary({path!r})
+weight = Weight(FourBitSpec("nf4", 512, 512))
+x, y = torch.randn(4, 512), torch.empty(4, 512)
+torch.set_num_threads(2)
+library.linear(weight.struct, x, None, y)
+child = os.fork()
+if child == 0:
+    z = torch.empty(4, 512)
+    library.linear(weight.struct, x, None, z)
+    os._exit(0 if z.numpy().tobytes() == y.numpy().tobytes() else 1)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_a_forked_child_does_not_hang(library_file):
+    tests = str(Path(__file__).parent)
+    root = str(Path(native.__file__).parent.parent)
+    program = FORK.format(root=root, tests=tests, path=str(library_file))
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
