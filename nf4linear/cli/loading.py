@@ -88,9 +88,10 @@ class ModelSource:
     def _from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(
-            path, dtype=DTYPES[self.dtype], device_map=self.device_map, **options
-        ).eval()
+        dtype = DTYPES[self.dtype]
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=self.device_map, **options)
+        # transformers 5.24 leaves the unquantized tensors of a bitsandbytes checkpoint in the file's dtype.
+        return (model if dtype == "auto" else cast_unquantized(model, dtype)).eval()
 
     def _load_16_bit(self, method: str | None) -> PreTrainedModel:
         if method is not None and self.base is None:
@@ -124,6 +125,26 @@ class ModelSource:
             bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
         )
         return self._from_pretrained(self.path, quantization_config=config)
+
+
+def cast_unquantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
+    """Cast the floating parameters that hold no quantized data, in place; those that transformers keeps in float32 stay."""
+    import bitsandbytes as bnb
+
+    from ..linear import PackedLinear
+
+    kept = set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    for name, module in model.named_modules():
+        if isinstance(module, PackedLinear):
+            module.to(dtype)
+            continue
+        if kept.intersection(name.split(".")):
+            continue
+        for parameter in module.parameters(recurse=False):
+            quantized = isinstance(parameter, (bnb.nn.Params4bit, bnb.nn.Int8Params))
+            if parameter.is_floating_point() and not quantized:
+                parameter.data = parameter.data.to(dtype)
+    return model
 
 
 def replace_with_dequantized(model: PreTrainedModel) -> PreTrainedModel:
