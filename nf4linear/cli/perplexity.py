@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import perplexity as scoring
+from ..report import weight_bytes
 from .loading import LoadError, ModelSource
 from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument, errors_to_exit
 
@@ -26,7 +27,7 @@ DATASETS = {"wikitext": ("Salesforce/wikitext", "wikitext-2-raw-v1", "test")}
 
 @dataclass(frozen=True)
 class Row:
-    """One variant's score; bytes are those of all parameters and buffers."""
+    """One variant's score; bytes are those of all weights, statistics included."""
 
     variant: str
     dtype: str
@@ -96,7 +97,7 @@ def _score(source: ModelSource, variant: str, token_ids: torch.Tensor, window: i
             model, token_ids, window=window, stride=stride, progress=lambda tokens: progress.advance(task, tokens)
         )
     dtype = str(model.dtype).removeprefix("torch.")
-    return Row(variant, dtype, model.get_memory_footprint(), score)
+    return Row(variant, dtype, weight_bytes(model), score)
 
 
 def _table(rows: list[Row], source: ModelSource) -> Table:
