@@ -16,10 +16,10 @@ from ..formats import EightBitSpec, FourBitSpec, WeightSpec
 from . import bnb_keys
 from .architecture import read_architecture
 from .folders import SOURCE_CARD, check_apart, copy_small_files, parse_size, source_fingerprint
-from .packed import SOURCE_FILE, PackedFolder, SourceRecord, check_code
+from .packed import SOURCE_FILE, PackedFolder, SourceRecord, check_code, parse_config
 from .progress import Progress
 from .shard_plan import ShardPlan, Stored, Unit, copied, plan_shards, stored, write_index, write_shards
-from .shards import DTYPE_NAMES, INDEX_FILE, TORCH_DTYPES, CheckpointError
+from .shards import DTYPE_NAMES, INDEX_FILE, TORCH_DTYPES, CheckpointError, read_json
 from .writer import OutputFolder, layout_entries, write_atomic, write_json
 
 _PLAIN_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -98,6 +98,7 @@ def _shapes(folder: Path, synthesize: bool) -> dict[str, tuple[int, int]] | None
     """Layer shapes for a folder without a source record, from its model; None where the record has them."""
     if (folder / SOURCE_FILE).is_file():
         return None
+    parse_config(read_json(folder / "config.json"), str(folder / "config.json"))
     if not synthesize:
         raise CheckpointError(
             f"{folder}: {SOURCE_FILE} is missing, so the bytes of the original cannot be restored; --synthesize writes "

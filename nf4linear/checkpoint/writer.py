@@ -27,7 +27,7 @@ except ImportError:  # Windows: two runs into one folder are then not kept apart
     fcntl = None
 
 _DISK_FULL = (errno.ENOSPC, getattr(errno, "EDQUOT", errno.ENOSPC))
-_JOB_FILE = "nf4linear_job.json"
+JOB_FILE = "nf4linear_job.json"
 
 
 def layout_entries(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> list[Entry]:
@@ -167,7 +167,7 @@ class OutputFolder:
         return (self.partial / name).is_file()
 
     def _start(self) -> None:
-        job = self.partial / _JOB_FILE
+        job = self.partial / JOB_FILE
         if self.partial.is_dir():
             try:
                 same = json.loads(job.read_text(encoding="utf-8")) == self._fingerprint
@@ -214,6 +214,6 @@ class OutputFolder:
             self.dst.rmdir()
         os.replace(self.partial, self.dst)
         # Only now: without its job file an unfinished folder could not be continued.
-        (self.dst / _JOB_FILE).unlink()
+        (self.dst / JOB_FILE).unlink()
         sync_folder(self.dst.parent)
         shutil.rmtree(self._replaced, ignore_errors=True)

@@ -1,0 +1,63 @@
+"""The command line: `nf4linear COMMAND ...`. A command's module is imported only when that command runs."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+# In the order of a user's day. Each is the function of that name in the module of that name beside this file.
+COMMANDS = {
+    "pack": "Reorder a bitsandbytes or plain checkpoint for nf4linear, once.",
+    "unpack": "Write a packed checkpoint as a bitsandbytes one again.",
+    "info": "Say what a checkpoint folder holds and whether it is sound.",
+    "generate": "Generate text.",
+    "perplexity": "Measure perplexity on a text.",
+}
+
+
+class _LazyGroup(TyperGroup):
+    """Lists the commands from COMMANDS and imports one when it is called: `--help` needs neither torch nor a model."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return TyperCommand(cmd_name, help=COMMANDS[cmd_name]) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, _load(name) if command is not None else None, rest
+
+
+def _load(name: str) -> Any:
+    module = importlib.import_module(f".{name}", __package__)
+    alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
+    alone.command(name)(getattr(module, name))
+    return typer.main.get_command(alone)
+
+
+app = typer.Typer(cls=_LazyGroup, add_completion=False, pretty_exceptions_show_locals=False)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from importlib import metadata
+
+        typer.echo(f"nf4linear {metadata.version('nf4linear')}")
+        raise typer.Exit
+
+
+@app.callback(no_args_is_help=True)
+def main(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    """Quantized linear layers for Hugging Face models: pack a checkpoint once, load it, generate, measure."""
+
+
+if __name__ == "__main__":
+    app()
