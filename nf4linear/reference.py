@@ -21,15 +21,15 @@ INV_127 = torch.tensor(1.0, dtype=torch.float32).div(127.0).item()
 def block_scales(spec: FourBitSpec, canonical: Mapping[str, Tensor], nested_dtype: torch.dtype = torch.float32) -> Tensor:
     """float32 scale of every block [blocks].
 
-    A 16-bit `nested_dtype` emulates the paths of bitsandbytes that also round the product and the sum to it (files
-    saved after a CPU forward name such a type); the project's own meaning is always float32.
+    A 16-bit `nested_dtype` emulates the paths of bitsandbytes that also round the product, the offset and the sum to it
+    (files saved after a CPU forward name such a type); the project's own meaning is always float32.
     """
     if not spec.double_quant:
         return canonical["absmax"]
     group = torch.arange(spec.blocks, device=canonical["absmax"].device) // NESTED_BLOCKSIZE
     product = canonical["nested_code"][canonical["absmax"].long()] * canonical["nested_absmax"][group]
     product = product.to(nested_dtype).float()
-    return (product + canonical["nested_offset"]).to(nested_dtype).float()
+    return (product + canonical["nested_offset"].to(nested_dtype).float()).to(nested_dtype).float()
 
 
 def dequantize(spec: WeightSpec, canonical: Mapping[str, Tensor], dtype: torch.dtype) -> Tensor:
