@@ -22,10 +22,8 @@ def render_card(
     config: Mapping[str, Any],
     specs: Mapping[str, WeightSpec],
     source_format: str,
-    bits: list[int],
     bytes_before: int,
     bytes_after: int,
-    torch_version: str,
 ) -> str:
     """README.md text of a packed checkpoint; holds no figure that was not counted from the files."""
     front = _front_matter(source_card)
@@ -34,7 +32,10 @@ def render_card(
     header = {key: front[key] for key in _INHERITED if key in front} | {
         "base_model": base,
         "library_name": "transformers",
-        "tags": ["nf4linear", *(f"{b}-bit" for b in bits)],
+        "tags": [
+            "nf4linear",
+            *sorted({"4-bit" if isinstance(spec, FourBitSpec) else "8-bit" for spec in specs.values()}),
+        ],
     }
     template = Template(resources.files(__package__).joinpath("model_card.md").read_text(encoding="utf-8"))
     return template.substitute(
@@ -50,7 +51,6 @@ def render_card(
         parameters=f"{quantized:,}",
         size_before=_size(bytes_before),
         size_after=_size(bytes_after),
-        torch_version=torch_version,
     )
 
 

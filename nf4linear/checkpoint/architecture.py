@@ -9,64 +9,54 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..select import select_layers
 from .shards import CheckpointError, read_json
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """What pack needs to know of a model: names are those of its modules.
+    """What pack needs to know of a model; names are those of its modules.
 
-    `linears` maps each plain nn.Linear to (out_features, in_features), `conv1d` the same for GPT-2's transposed layer,
-    whose 16-bit weight is stored [in_features, out_features]; `kept` are the names (or last parts of names)
-    that stay in 16 bit by default: tied and output layers, and modules the model wants in float32.
+    `shapes` maps each layer that can be quantized, and each that is skipped, to (out_features, in_features); of those,
+    `conv1d` names GPT-2's transposed layers, whose 16-bit weight is stored [in_features, out_features]. `skipped` says
+    why a layer stays in 16 bit, `unmatched` lists skip entries that name nothing.
     """
 
-    linears: dict[str, tuple[int, int]]
-    conv1d: dict[str, tuple[int, int]]
-    kept: tuple[str, ...]
-    output: str | None  # the output head, if it is a Linear
-    output_source: str | None  # name of the module whose weight a tied output head shares
-    expert_parameters: int  # in fused 3-D expert weights, which are no Linear layers
-
-    def shapes(self) -> dict[str, tuple[int, int]]:
-        """(out_features, in_features) of every layer that can be quantized."""
-        return self.linears | self.conv1d
+    shapes: dict[str, tuple[int, int]]
+    conv1d: frozenset[str]
+    skipped: dict[str, str]
+    unmatched: list[str]
+    modules: frozenset[str]
+    head: str | None  # the output embedding, if it is a linear layer
+    head_tied_to: str | None  # the module whose weight a tied head shares
+    expert_parameters: int  # in fused 3-D expert weights, which are no linear layers
 
 
-def matches(name: str, entry: str) -> bool:
-    """Whether a modules_to_not_convert entry names this module: its full name or a whole dotted suffix."""
-    return name == entry or name.endswith("." + entry)
-
-
-def read_architecture(folder: Path) -> Architecture:
-    """Raises CheckpointError when transformers cannot build the model of this config.json without remote code."""
-    from transformers.pytorch_utils import Conv1D
-
+def read_architecture(folder: Path, skip: tuple[str, ...] = ()) -> Architecture:
+    """The rules are patch_model's. Raises CheckpointError when transformers cannot build the model of config.json."""
     model = _build_on_meta(folder)
+    selection = select_layers(model, skip)
+    modules = {layer.name: layer.module for layer in selection.layers}
+    modules |= {name: model.get_submodule(name) for name in selection.skipped}
+    conv1d = frozenset(name for name, module in modules.items() if type(module).__name__ == "Conv1D")
     names = {id(module): name for name, module in model.named_modules()}
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings() if head is not None else None
-    linears = {
-        name: (module.out_features, module.in_features)
-        for name, module in model.named_modules()
-        if type(module) is nn.Linear
-    }
-    conv1d = {
-        name: (module.weight.shape[1], module.weight.shape[0])
-        for name, module in model.named_modules()
-        if type(module) is Conv1D
-    }
-    output = names.get(id(head))
-    tied = getattr(model, "all_tied_weights_keys", None) or {}
-    is_tied = output is not None and f"{output}.weight" in tied
+    head = names.get(id(model.get_output_embeddings())) if hasattr(model, "get_output_embeddings") else None
+    tied = head is not None and f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {})
     return Architecture(
-        linears,
-        conv1d,
-        _kept_by_default(model),
-        output if output in linears else None,
-        names.get(id(embedding)) if is_tied else None,
-        sum(p.numel() for p in model.parameters() if p.dim() == 3),
+        shapes={name: _out_in(module, name in conv1d) for name, module in modules.items()},
+        conv1d=conv1d,
+        skipped=selection.skipped,
+        unmatched=selection.unmatched,
+        modules=frozenset(names.values()),
+        head=head if head in modules else None,
+        head_tied_to=names.get(id(model.get_input_embeddings())) if tied else None,
+        expert_parameters=sum(p.numel() for p in model.parameters() if p.dim() == 3),
     )
+
+
+def _out_in(layer: nn.Module, transposed: bool) -> tuple[int, int]:
+    rows, columns = layer.weight.shape
+    return (columns, rows) if transposed else (rows, columns)
 
 
 def _build_on_meta(folder: Path) -> nn.Module:
@@ -95,10 +85,3 @@ def _build_on_meta(folder: Path) -> nn.Module:
         ) from error
     finally:
         quiet.setLevel(level)
-
-
-def _kept_by_default(model: nn.Module) -> tuple[str, ...]:
-    from transformers.quantizers.base import HfQuantizer
-
-    fp32 = getattr(model, "_keep_in_fp32_modules", None)
-    return tuple(sorted(HfQuantizer.get_modules_to_not_convert(model, None, fp32, add_default_skips=True)))

@@ -2,20 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from .. import reference, reorder
-from ..formats import FORMATS, CodebookFormat, EightBitSpec, FourBitSpec, WeightSpec
-from . import bnb_keys
-from .architecture import Architecture, matches, read_architecture
+from ..cards import render_card
 from .folders import (
     SOURCE_CARD,
     check_apart,
@@ -25,46 +17,12 @@ from .folders import (
     plugin_version,
     source_fingerprint,
 )
-from .packed import METADATA, QUANT_METHOD, SOURCE_FILE, SourceRecord, make_config
+from .packed import METADATA, SOURCE_FILE, SourceRecord, make_config
+from .plan import PackOptions, Plan, make_plan
 from .progress import Progress
-from .shard_plan import Unit, copied, plan_shards, stored, write_index, write_shards
-from .shards import DTYPE_NAMES, Checkpoint, CheckpointError, read_json
+from .shard_plan import copied, plan_shards, write_index, write_shards
+from .shards import Checkpoint, read_json
 from .writer import OutputFolder, write_atomic, write_json
-
-
-@dataclass(frozen=True)
-class PackOptions:
-    """How plain weights are quantized; a bitsandbytes source is packed as it is and takes none but `lm_head`.
-
-    None means not asked for: format "nf4", blocksize 64, double quantization. `skip` names modules (full names or any
-    run of whole dotted parts) that stay in 16 bit besides the default ones. `lm_head` "w8" quantizes the output head
-    to 8 bit; a tied head is untied first.
-    """
-
-    format: str | None = None
-    blocksize: int | None = None
-    double_quant: bool | None = None
-    skip: tuple[str, ...] = ()
-    lm_head: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.format is not None and self.format not in ("nf4", "fp4", "w8_s8"):
-            raise ValueError(f"format must be nf4, fp4 or w8_s8; got {self.format!r}")
-        if self.lm_head not in (None, "w8"):
-            raise ValueError(f"lm_head must be 'w8' or left out; got {self.lm_head!r}")
-        if self.format == "w8_s8" and (self.blocksize is not None or self.double_quant is not None):
-            raise ValueError("w8_s8 has one scale a row; blocksize and double_quant belong to the 4-bit formats")
-        self.spec(4096, 4096)  # reports an illegal blocksize before any work
-
-    def spec(self, n: int, k: int) -> WeightSpec:
-        if self.format == "w8_s8":
-            return EightBitSpec("w8_s8", n, k)
-        double_quant = True if self.double_quant is None else self.double_quant
-        return FourBitSpec(self.format or "nf4", n, k, self.blocksize or 64, double_quant)
-
-    @property
-    def quantizes(self) -> bool:
-        return self.format is not None or self.blocksize is not None or self.double_quant is not None
 
 
 @dataclass
@@ -76,29 +34,6 @@ class PackResult:
     bytes_before: int
     bytes_after: int
     notes: list[str] = field(default_factory=list)
-
-
-@dataclass
-class _Plan:
-    """Everything decided before the first byte is written."""
-
-    source_format: str
-    specs: dict[str, WeightSpec] = field(default_factory=dict)
-    units: list[Unit] = field(default_factory=list)
-    records: dict[str, dict[str, Any]] = field(default_factory=dict)
-    replaced: set[str] = field(default_factory=set)  # source keys that live on inside packed layers
-    not_converted: list[str] = field(default_factory=list)
-    config_changes: dict[str, Any] = field(default_factory=dict)
-    notes: list[str] = field(default_factory=list)
-
-    def add(self, name: str, spec: WeightSpec, record: dict[str, Any], produce: Any) -> None:
-        outputs = {
-            f"{name}.{part}": stored(DTYPE_NAMES[tensor.dtype], tensor.shape)
-            for part, tensor in spec.packed_tensors().items()
-        }
-        self.specs[name] = spec
-        self.records[name] = record
-        self.units.append(Unit(name, outputs, produce))
 
 
 def pack_checkpoint(
@@ -134,7 +69,7 @@ def pack_checkpoint(
         fingerprint = source_fingerprint(source) | {"pack": repr(options), "shard_bytes": shard_bytes}
         out = OutputFolder(destination, fingerprint, force)
         out.check_free()
-        plan = _make_plan(source, config, options)
+        plan = make_plan(source, config, options)
         plan.units += [copied(source, key) for key in source if key not in plan.replaced]
         shards = plan_shards(plan.units, shard_bytes, METADATA)
         with out.writing() as folder, Progress("Packing", sum(s.nbytes for s in shards), progress) as bar:
@@ -153,170 +88,7 @@ def pack_checkpoint(
     return result
 
 
-def _make_plan(source: Checkpoint, config: dict[str, Any], options: PackOptions) -> _Plan:
-    quantization = config.get("quantization_config")
-    method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, dict) else None
-    if method == QUANT_METHOD:
-        raise CheckpointError(f"{source.folder}: is packed already")
-    if method not in (None, "bitsandbytes"):
-        raise CheckpointError(
-            f"{source.folder}: is quantized with {method!r}; pack reads bitsandbytes and plain 16/32-bit checkpoints"
-        )
-    layers = bnb_keys.find_layers(source)
-    if method is not None and not layers:
-        raise CheckpointError(
-            f"{source.folder}: config.json says bitsandbytes, but no weight is quantized; "
-            "remove its quantization_config to pack it as a plain checkpoint"
-        )
-    plan = _plan_bnb(source, layers, options) if layers else _plan_plain(source, options)
-    if options.lm_head:
-        _plan_head(source, config, plan)
-    return plan
-
-
-def _plan_bnb(source: Checkpoint, layers: dict[str, bnb_keys.BnbLayer], options: PackOptions) -> _Plan:
-    if options.quantizes or options.skip:
-        raise ValueError(
-            f"{source.folder} is quantized by bitsandbytes already and is packed as it is; "
-            "format, blocksize, double_quant and skip are for plain checkpoints"
-        )
-    plan = _Plan("bitsandbytes")
-    for name, layer in layers.items():
-        plan.add(name, layer.spec, bnb_keys.record(source, layer), functools.partial(_pack_bnb, source, layer))
-        plan.replaced |= set(layer.keys)
-    plan.not_converted = _unquantized(source, set(layers), plan.notes)
-    narrow = [name for name, layer in layers.items() if bnb_keys.nested_dtype_is_narrow(layer)]
-    if narrow:
-        plan.notes.append(
-            f"{len(narrow)} layers name a 16-bit nested_dtype (the model was saved after a forward on a CPU): "
-            "bitsandbytes may round their scales once more than nf4linear, which follows its float32 path"
-        )
-    return plan
-
-
-def _unquantized(source: Checkpoint, quantized: set[str], notes: list[str]) -> list[str]:
-    """Names of the Linear layers a bitsandbytes checkpoint left alone, by the architecture or else by the keys."""
-    try:
-        architecture = read_architecture(source.folder)
-    except CheckpointError as error:
-        notes.append(f"layers left in 16 bit were told by their keys alone: {error}")
-        weights = [key.removesuffix(".weight") for key in source if key.endswith(".weight")]
-        return sorted({name for name in weights if len(source.entry(name + ".weight").shape) == 2} - quantized)
-    if strangers := sorted(quantized - set(architecture.shapes())):
-        notes.append(
-            f"{len(strangers)} quantized layers are no Linear of the model as this transformers builds it "
-            f"(for example {strangers[0]}); they are packed, but loading may not find them"
-        )
-    return sorted(set(architecture.shapes()) - quantized)
-
-
-def _pack_bnb(source: Checkpoint, layer: bnb_keys.BnbLayer) -> Iterator[tuple[str, Tensor]]:
-    return _packed_pairs(layer.name, layer.spec, bnb_keys.read_canonical(source, layer))
-
-
-def _packed_pairs(name: str, spec: WeightSpec, canonical: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-    for part, tensor in reorder.pack(spec, canonical, f"layer {name!r}").items():
-        yield f"{name}.{part}", tensor
-
-
-def _plan_plain(source: Checkpoint, options: PackOptions) -> _Plan:
-    plan = _Plan("plain")
-    architecture = read_architecture(source.folder)
-    skipped = _expand_skip(options.skip, architecture)
-    shapes = architecture.shapes()
-    kept = {name for name in shapes if any(matches(name, entry) for entry in architecture.kept)}
-    absent = []
-    for name, (n, k) in shapes.items():
-        if name in kept or name in skipped:
-            plan.not_converted.append(name)
-        elif (key := name + ".weight") not in source:
-            absent.append(name)
-            plan.not_converted.append(name)
-        else:
-            _plan_quantized(source, plan, name, key, options.spec(n, k), transposed=name in architecture.conv1d)
-    if absent:
-        plan.notes.append(
-            f"{len(absent)} Linear layers have no key of their name and stay as they are ({absent[0]}, ...)"
-        )
-    if architecture.expert_parameters:
-        plan.notes.append(f"{architecture.expert_parameters} parameters in fused expert weights stay in 16 bit")
-    if not plan.specs:
-        raise CheckpointError(
-            f"{source.folder}: no Linear layer to quantize; {'; '.join(plan.notes) or 'all are skipped'}"
-        )
-    return plan
-
-
-def _expand_skip(skip: tuple[str, ...], architecture: Architecture) -> set[str]:
-    """Full names of the Linears that a user's skip entries mean: any run of whole dotted parts."""
-    skipped: set[str] = set()
-    names = architecture.shapes()
-    for entry in skip:
-        found = {name for name in names if f".{entry}." in f".{name}."}
-        if not found:
-            parts = sorted({part for name in names for part in name.split(".")})
-            close = difflib.get_close_matches(entry, [*parts, *names], n=3)
-            raise ValueError(f"skip: {entry!r} names no Linear layer of the model; close to it: {close or parts[:8]}")
-        skipped |= found
-    return skipped
-
-
-def _plan_quantized(
-    source: Checkpoint, plan: _Plan, name: str, key: str, spec: WeightSpec, transposed: bool = False
-) -> None:
-    entry = source.entry(key)
-    shape = (spec.k, spec.n) if transposed else (spec.n, spec.k)
-    if entry.dtype not in ("F32", "F16", "BF16") or entry.shape != shape:
-        raise CheckpointError(
-            f"{source.locate(key)} is {entry.dtype} {list(entry.shape)}, expected a float {list(shape)} for the layer "
-            f"{name!r} of its config.json"
-        )
-    dtype = str(entry.torch_dtype).removeprefix("torch.")
-    fields = {"n": spec.n, "k": spec.k, "layout": spec.layout, "dtype": dtype}
-    if transposed:
-        fields["transposed"] = True
-    plan.add(name, spec, fields, functools.partial(_quantize, source, name, key, spec, transposed))
-    plan.replaced.add(key)
-
-
-def _quantize(
-    source: Checkpoint, name: str, key: str, spec: WeightSpec, transposed: bool
-) -> Iterator[tuple[str, Tensor]]:
-    weight = source.tensor(key)
-    try:
-        canonical = reference.quantize(spec, weight.T if transposed else weight)
-    except ValueError as error:
-        raise CheckpointError(f"{source.locate(key)} of layer {name!r}: {error}") from error
-    return _packed_pairs(name, spec, canonical)
-
-
-def _plan_head(source: Checkpoint, config: dict[str, Any], plan: _Plan) -> None:
-    """Quantize the output head to 8 bit; of a tied head the embedding stays and the head gets codes of its own."""
-    architecture = read_architecture(source.folder)
-    head = architecture.output
-    if head is None:
-        raise CheckpointError(f"{source.folder}: the model has no Linear output head for lm_head='w8'")
-    if head in plan.specs:
-        raise CheckpointError(f"{source.folder}: the output head {head!r} is quantized already")
-    spec = EightBitSpec("w8_s8", *architecture.linears[head])
-    tied_to = architecture.output_source
-    key = f"{tied_to or head}.weight"
-    if key not in source:
-        key = f"{head}.weight"  # tied models may be saved under the head's name
-    if key not in source:
-        raise CheckpointError(
-            f"{source.folder}: key {key!r} of the output head is missing; the checkpoint is incomplete"
-        )
-    _plan_quantized(source, plan, head, key, spec)
-    plan.not_converted = [name for name in plan.not_converted if name != head]
-    if tied_to is not None:
-        plan.replaced.discard(key)
-        plan.records[head]["untied"] = True
-        plan.config_changes["tie_word_embeddings"] = config.get("tie_word_embeddings")
-        plan.notes.append(f"{head} was tied to {tied_to}; it is now a layer of its own and the config says so")
-
-
-def _source_record(source: Checkpoint, config: dict[str, Any], plan: _Plan) -> SourceRecord:
+def _source_record(source: Checkpoint, config: dict[str, Any], plan: Plan) -> SourceRecord:
     files = [
         {
             "name": shard.path.name,
@@ -336,23 +108,15 @@ def _source_record(source: Checkpoint, config: dict[str, Any], plan: _Plan) -> S
 
 
 def _write_card(
-    source_folder: Path, folder: Path, src: str | Path, config: dict[str, Any], plan: _Plan, result: PackResult
+    source_folder: Path, folder: Path, src: str | Path, config: dict[str, Any], plan: Plan, result: PackResult
 ) -> None:
-    from ..cards import render_card
-
-    formats = {spec.format for spec in plan.specs.values()}
-    bits = sorted({4 if isinstance(FORMATS[name], CodebookFormat) else 8 for name in formats})
-    write_atomic(
-        folder / "README.md",
-        render_card(
-            source_card=source_folder / "README.md",
-            source_name=str(src) if not Path(src).exists() else str(config.get("_name_or_path") or source_folder.name),
-            config=config,
-            specs=plan.specs,
-            source_format=plan.source_format,
-            bits=bits,
-            bytes_before=result.bytes_before,
-            bytes_after=result.bytes_after,
-            torch_version=torch.__version__,
-        ),
+    text = render_card(
+        source_card=source_folder / "README.md",
+        source_name=source_folder.name if Path(src).expanduser().is_dir() else str(src),
+        config=config,
+        specs=plan.specs,
+        source_format=plan.source_format,
+        bytes_before=result.bytes_before,
+        bytes_after=result.bytes_after,
     )
+    write_atomic(folder / "README.md", text)

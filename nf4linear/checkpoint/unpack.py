@@ -104,7 +104,7 @@ def _shapes(folder: Path, synthesize: bool) -> dict[str, tuple[int, int]] | None
             f"{folder}: {SOURCE_FILE} is missing, so the bytes of the original cannot be restored; --synthesize writes "
             "a bitsandbytes checkpoint that is equal in value"
         )
-    return read_architecture(folder).shapes()
+    return read_architecture(folder).shapes
 
 
 def _restored(packed: PackedFolder, source: SourceRecord) -> _Output:

@@ -1,0 +1,227 @@
+"""What pack will write: every layer with its spec and the function that makes its tensors, before any data is read."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from .. import reference, reorder
+from ..formats import EightBitSpec, FourBitSpec, WeightSpec
+from . import bnb_keys
+from .architecture import read_architecture
+from .packed import QUANT_METHOD
+from .shard_plan import Unit, stored
+from .shards import DTYPE_NAMES, Checkpoint, CheckpointError
+
+
+@dataclass(frozen=True)
+class PackOptions:
+    """How plain weights are quantized; a bitsandbytes source is packed as it is and takes none but `lm_head`.
+
+    None means not asked for: format "nf4", blocksize 64, double quantization. `skip` names modules (full names,
+    globs or any run of whole dotted parts) that stay in 16 bit besides the default ones. `lm_head` "w8"
+    quantizes the output head to 8 bit; a tied head is untied first.
+    """
+
+    format: str | None = None
+    blocksize: int | None = None
+    double_quant: bool | None = None
+    skip: tuple[str, ...] = ()
+    lm_head: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.format is not None and self.format not in ("nf4", "fp4", "w8_s8"):
+            raise ValueError(f"format must be nf4, fp4 or w8_s8; got {self.format!r}")
+        if self.lm_head not in (None, "w8"):
+            raise ValueError(f"lm_head must be 'w8' or left out; got {self.lm_head!r}")
+        if self.format == "w8_s8" and (self.blocksize is not None or self.double_quant is not None):
+            raise ValueError("w8_s8 has one scale a row; blocksize and double_quant belong to the 4-bit formats")
+        self.spec(4096, 4096)  # reports an illegal blocksize before any work
+
+    def spec(self, n: int, k: int) -> WeightSpec:
+        if self.format == "w8_s8":
+            return EightBitSpec("w8_s8", n, k)
+        double_quant = True if self.double_quant is None else self.double_quant
+        return FourBitSpec(self.format or "nf4", n, k, self.blocksize or 64, double_quant)
+
+    @property
+    def quantizes(self) -> bool:
+        return self.format is not None or self.blocksize is not None or self.double_quant is not None
+
+
+@dataclass
+class Plan:
+    """Everything decided before the first byte is written."""
+
+    source_format: str
+    specs: dict[str, WeightSpec] = field(default_factory=dict)
+    units: list[Unit] = field(default_factory=list)
+    records: dict[str, dict[str, Any]] = field(default_factory=dict)
+    replaced: set[str] = field(default_factory=set)  # source keys that live on inside packed layers
+    not_converted: list[str] = field(default_factory=list)
+    config_changes: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def add(self, name: str, spec: WeightSpec, record: dict[str, Any], produce: Any) -> None:
+        outputs = {
+            f"{name}.{part}": stored(DTYPE_NAMES[tensor.dtype], tensor.shape)
+            for part, tensor in spec.packed_tensors().items()
+        }
+        self.specs[name] = spec
+        self.records[name] = record
+        self.units.append(Unit(name, outputs, produce))
+
+
+def make_plan(source: Checkpoint, config: dict[str, Any], options: PackOptions) -> Plan:
+    """Decide everything about a pack; raises CheckpointError or ValueError for what cannot be packed as asked."""
+    quantization = config.get("quantization_config")
+    method = quantization.get("quant_method", "bitsandbytes") if isinstance(quantization, dict) else None
+    if method == QUANT_METHOD:
+        raise CheckpointError(f"{source.folder}: is packed already")
+    if method not in (None, "bitsandbytes"):
+        raise CheckpointError(
+            f"{source.folder}: is quantized with {method!r}; pack reads bitsandbytes and plain 16/32-bit checkpoints"
+        )
+    layers = bnb_keys.find_layers(source)
+    if method is not None and not layers:
+        raise CheckpointError(
+            f"{source.folder}: config.json says bitsandbytes, but no weight is quantized; "
+            "remove its quantization_config to pack it as a plain checkpoint"
+        )
+    plan = _plan_bnb(source, layers, options) if layers else _plan_plain(source, options)
+    if options.lm_head:
+        _plan_head(source, config, plan)
+    return plan
+
+
+def _plan_bnb(source: Checkpoint, layers: dict[str, bnb_keys.BnbLayer], options: PackOptions) -> Plan:
+    if options.quantizes or options.skip:
+        raise ValueError(
+            f"{source.folder} is quantized by bitsandbytes already and is packed as it is; "
+            "format, blocksize, double_quant and skip are for plain checkpoints"
+        )
+    plan = Plan("bitsandbytes")
+    for name, layer in layers.items():
+        plan.add(name, layer.spec, bnb_keys.record(source, layer), functools.partial(_pack_bnb, source, layer))
+        plan.replaced |= set(layer.keys)
+    plan.not_converted = _unquantized(source, set(layers), plan.notes)
+    narrow = [name for name, layer in layers.items() if bnb_keys.nested_dtype_is_narrow(layer)]
+    if narrow:
+        plan.notes.append(
+            f"{len(narrow)} layers name a 16-bit nested_dtype (the model was saved after a forward on a CPU): "
+            "bitsandbytes may round their scales once more than nf4linear, which follows its float32 path"
+        )
+    return plan
+
+
+def _unquantized(source: Checkpoint, quantized: set[str], notes: list[str]) -> list[str]:
+    """Names of the linear layers a bitsandbytes checkpoint left alone, by the architecture or else by the keys."""
+    try:
+        architecture = read_architecture(source.folder)
+    except CheckpointError as error:
+        notes.append(f"layers left in 16 bit were told by their keys alone: {error}")
+        weights = [key.removesuffix(".weight") for key in source if key.endswith(".weight")]
+        return sorted({name for name in weights if len(source.entry(name + ".weight").shape) == 2} - quantized)
+    if strangers := sorted(quantized - set(architecture.shapes)):
+        notes.append(
+            f"{len(strangers)} quantized layers are no linear layer of the model as this transformers builds it "
+            f"(for example {strangers[0]}); they are packed, but loading may not find them"
+        )
+    return sorted(set(architecture.shapes) - quantized)
+
+
+def _pack_bnb(source: Checkpoint, layer: bnb_keys.BnbLayer) -> Iterator[tuple[str, Tensor]]:
+    return _packed_pairs(layer.name, layer.spec, bnb_keys.read_canonical(source, layer))
+
+
+def _packed_pairs(name: str, spec: WeightSpec, canonical: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    for part, tensor in reorder.pack(spec, canonical, f"layer {name!r}").items():
+        yield f"{name}.{part}", tensor
+
+
+def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
+    plan = Plan("plain")
+    architecture = read_architecture(source.folder, options.skip)
+    for entry in architecture.unmatched:
+        parts = {part for name in architecture.modules for part in name.split(".")}
+        close = difflib.get_close_matches(entry, sorted(parts | architecture.modules), n=3)
+        raise ValueError(f"skip: {entry!r} names no module of the model; close to it: {close or 'nothing'}")
+    absent = []
+    for name, (n, k) in architecture.shapes.items():
+        key = name + ".weight"
+        if name in architecture.skipped or key not in source:
+            plan.not_converted.append(name)
+            absent += [name] * (name not in architecture.skipped)
+        else:
+            _plan_quantized(source, plan, name, key, options.spec(n, k), transposed=name in architecture.conv1d)
+    if absent:
+        plan.notes.append(
+            f"{len(absent)} linear layers have no key of their name and stay as they are: {absent[0]}, ..."
+        )
+    if architecture.expert_parameters:
+        plan.notes.append(f"{architecture.expert_parameters:,} parameters in fused expert weights stay in 16 bit")
+    if not plan.specs:
+        raise CheckpointError(
+            f"{source.folder}: no linear layer to quantize. {'; '.join(plan.notes) or 'All are skipped'}"
+        )
+    return plan
+
+
+def _plan_quantized(
+    source: Checkpoint, plan: Plan, name: str, key: str, spec: WeightSpec, transposed: bool = False
+) -> None:
+    entry = source.entry(key)
+    shape = (spec.k, spec.n) if transposed else (spec.n, spec.k)
+    if entry.dtype not in ("F32", "F16", "BF16") or entry.shape != shape:
+        raise CheckpointError(
+            f"{source.locate(key)} is {entry.dtype} {list(entry.shape)}, expected a float {list(shape)} for the layer "
+            f"{name!r} of its config.json"
+        )
+    dtype = str(entry.torch_dtype).removeprefix("torch.")
+    fields = {"n": spec.n, "k": spec.k, "layout": spec.layout, "dtype": dtype}
+    if transposed:
+        fields["transposed"] = True
+    plan.add(name, spec, fields, functools.partial(_quantize, source, name, key, spec, transposed))
+    plan.replaced.add(key)
+
+
+def _quantize(
+    source: Checkpoint, name: str, key: str, spec: WeightSpec, transposed: bool
+) -> Iterator[tuple[str, Tensor]]:
+    weight = source.tensor(key)
+    try:
+        canonical = reference.quantize(spec, weight.T if transposed else weight)
+    except ValueError as error:
+        raise CheckpointError(f"{source.locate(key)} of layer {name!r}: {error}") from error
+    return _packed_pairs(name, spec, canonical)
+
+
+def _plan_head(source: Checkpoint, config: dict[str, Any], plan: Plan) -> None:
+    """Quantize the output head to 8 bit; of a tied head the embedding stays and the head gets codes of its own."""
+    architecture = read_architecture(source.folder)
+    head = architecture.head
+    if head is None:
+        raise CheckpointError(f"{source.folder}: the model has no Linear output head for lm_head='w8'")
+    if head in plan.specs:
+        raise CheckpointError(f"{source.folder}: the output head {head!r} is quantized already")
+    spec = EightBitSpec("w8_s8", *architecture.shapes[head])
+    tied_to = architecture.head_tied_to
+    key = f"{tied_to or head}.weight"
+    if key not in source:
+        key = f"{head}.weight"  # tied models may be saved under the head's name
+    if key not in source:
+        raise CheckpointError(
+            f"{source.folder}: key {key!r} of the output head is missing; the checkpoint is incomplete"
+        )
+    _plan_quantized(source, plan, head, key, spec)
+    plan.not_converted = [name for name in plan.not_converted if name != head]
+    if tied_to is not None:
+        plan.replaced.discard(key)
+        plan.records[head]["untied"] = True
+        plan.config_changes["tie_word_embeddings"] = config.get("tie_word_embeddings")
+        plan.notes.append(f"{head} was tied to {tied_to}; it is now a layer of its own and the config says so")
