@@ -22,7 +22,9 @@ SPECS = (
 
 
 def spec_id(spec: WeightSpec) -> str:
-    extra = f"b{spec.blocksize}{'dq' if spec.double_quant else ''}" if isinstance(spec, FourBitSpec) else spec.group_size
+    extra = (
+        f"b{spec.blocksize}{'dq' if spec.double_quant else ''}" if isinstance(spec, FourBitSpec) else spec.group_size
+    )
     return f"{spec.format}-{spec.n}x{spec.k}-{extra}"
 
 

@@ -2,9 +2,17 @@
 
 import pytest
 import torch
-
-from nf4linear.formats import BLOCKSIZES, FORMATS, EightBitSpec, FourBitSpec, check_tensors, dynamic_map, spec_from_config
 from operands import SPECS, spec_id
+
+from nf4linear.formats import (
+    BLOCKSIZES,
+    FORMATS,
+    EightBitSpec,
+    FourBitSpec,
+    check_tensors,
+    dynamic_map,
+    spec_from_config,
+)
 
 bnb = pytest.importorskip("bitsandbytes")
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from operands import SPECS, fresh_weight, spec_id
 
 from nf4linear import layout, reorder
 from nf4linear.formats import BLOCKSIZES, EightBitSpec, FourBitSpec
-from operands import SPECS, fresh_weight, spec_id
 
 four_bit = st.builds(
     FourBitSpec,
@@ -124,7 +124,7 @@ def test_disagreeing_repeats_are_refused():
     packed = reorder.pack(spec, fresh_weight(spec))
     packed["absmax_q"] = packed["absmax_q"].clone()
     packed["absmax_q"].view(-1)[layout.absmax_q_byte(5, 1, 4)] ^= 1
-    with pytest.raises(ValueError, match="layer7.*absmax_q.*different scales"):
+    with pytest.raises(ValueError, match=r"layer7.*absmax_q.*different scales"):
         reorder.unpack(spec, packed, "layer7")
 
 
