@@ -1,0 +1,79 @@
+// Command line of the laboratory program. Host C++ only.
+#pragma once
+
+#include <stdio.h>
+#include <stdlib.h>
+
+#include <algorithm>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "../nf4linear.h"
+
+namespace nf4l::lab {
+
+struct Options {
+  std::string input, output;
+  std::string stage = "v4", dtype_name = "fp16", protocol = "idle";
+  int dtype = NF4L_F16;
+  int warmup = 20, repeats = 100;
+};
+
+constexpr char USAGE[] =
+    "usage: nf4l_lab FILE [--stage NAME] [--dtype fp32|fp16|bf16] [--warmup N] [--repeats N] [--protocol idle|cold]\n"
+    "                     [--output FILE]\n"
+    "FILE is written by `nf4linear lab generate`. Stages: ";
+
+inline int parse_count(const std::string& name, const std::string& text) {
+  char* end = nullptr;
+  const long value = strtol(text.c_str(), &end, 10);
+  if (text.empty() || *end || value < 0 || value > 1000000) {
+    throw std::runtime_error(name + " takes a number from 0 to 1000000, got '" + text + "'");
+  }
+  return int(value);
+}
+
+inline int parse_dtype(const std::string& name) {
+  if (name == "fp32") return NF4L_F32;
+  if (name == "fp16") return NF4L_F16;
+  if (name == "bf16") return NF4L_BF16;
+  throw std::runtime_error("--dtype takes fp32, fp16 or bf16, got '" + name + "'");
+}
+
+// Throws with the option, what was got and what is wanted.
+inline Options parse_options(int argc, char** argv, const std::vector<std::string>& stages) {
+  Options o;
+  for (int i = 1; i < argc; ++i) {
+    const std::string name = argv[i];
+    if (name.rfind("--", 0) != 0) {
+      if (!o.input.empty()) throw std::runtime_error("one input file only; surplus argument '" + name + "'");
+      o.input = name;
+      continue;
+    }
+    if (i + 1 == argc) throw std::runtime_error(name + " takes a value");
+    const std::string value = argv[++i];
+    if (name == "--stage") o.stage = value;
+    else if (name == "--dtype") o.dtype_name = value;
+    else if (name == "--protocol") o.protocol = value;
+    else if (name == "--output") o.output = value;
+    else if (name == "--warmup") o.warmup = parse_count(name, value);
+    else if (name == "--repeats") o.repeats = parse_count(name, value);
+    else throw std::runtime_error("unknown option " + name);
+  }
+  if (o.input.empty()) {
+    std::string usage = USAGE;
+    for (const std::string& stage : stages) usage += stage + " ";
+    throw std::runtime_error(usage);
+  }
+  o.dtype = parse_dtype(o.dtype_name);
+  if (std::find(stages.begin(), stages.end(), o.stage) == stages.end()) {
+    throw std::runtime_error("unknown stage '" + o.stage + "'");
+  }
+  if (o.protocol != "idle" && o.protocol != "cold") {
+    throw std::runtime_error("--protocol takes idle or cold, got '" + o.protocol + "'");
+  }
+  return o;
+}
+
+}  // namespace nf4l::lab

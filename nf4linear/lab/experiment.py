@@ -1,0 +1,129 @@
+"""The experiments of `nf4linear lab`: correctness of every stage, the ladder, and V4 beside bitsandbytes over sizes.
+
+Each takes `progress`, a wrapper of an iterable (rich's track, for one), so that long work shows how far it is.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import platform
+import subprocess
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from . import bench, generate, program, tables, verify
+from .bench import Repeats, Row
+from .generate import Case
+
+Progress = Callable[[Sequence[Any], str], Iterable[Any]]
+
+# The report's shapes, and one that is a multiple of nothing.
+CORRECTNESS = ((4096, 4096), (2047, 4096), (1023, 1001))
+SIZES = ((1024, 1024), (2048, 2048), (4096, 4096), (4096, 14336), (8192, 8192), (57344, 8192))
+
+
+def correctness(
+    cases: Sequence[Case], dtypes: Sequence[str], folder: Path, progress: Progress
+) -> tuple[str, list[str]]:
+    """(Markdown table, names of the outputs that failed): every stage's output against the reference output."""
+    built = program.find(folder)
+    cells, failed = [], []
+    for case in cases:
+        generate.generate(case, folder, dtypes)
+        for dtype in dtypes:
+            wanted = generate.read_raw(case.reference_path(folder, dtype), case, dtype)
+            for stage in progress(program.STAGES, f"{case.name} {dtype}"):
+                output = folder / f"{case.name}-{stage}-{dtype}.raw"
+                program.run_stage(built, case.weight_path(folder), stage, dtype, output=output)
+                errors = verify.compare(generate.read_raw(output, case, dtype), wanted)
+                output.unlink()
+                if not errors.exact:
+                    failed.append(f"{stage} {dtype} {case.name}")
+                cells.append((f"{case.rows} x {case.columns}", dtype, stage, *errors.cells()))
+    return tables.markdown(["shape", "dtype", "stage", *verify.HEADER], cells), failed
+
+
+def ladder_rows(
+    case: Case, dtypes: Sequence[str], times: Repeats, folder: Path, ceiling: float, progress: Progress
+) -> list[Row]:
+    """Every stage, each optimisation alone and bitsandbytes, in each dtype and by both protocols."""
+    generate.generate(case, folder, ())
+    found = []
+    for dtype in dtypes:
+        for protocol in bench.PROTOCOLS:
+            for stage in progress(program.STAGES, f"ladder {dtype} {protocol}"):
+                found.append(bench.stage_row(case, folder, stage, dtype, protocol, times, ceiling))
+            found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
+    return found
+
+
+def sweep_rows(
+    cases: Sequence[Case], dtypes: Sequence[str], times: Repeats, folder: Path, ceiling: float, progress: Progress
+) -> list[Row]:
+    """V4 and bitsandbytes on each case, in each dtype and by both protocols."""
+    found = []
+    for case in progress(cases, "sizes"):
+        generate.generate(case, folder, ())
+        for dtype in dtypes:
+            for protocol in bench.PROTOCOLS:
+                found.append(bench.stage_row(case, folder, "v4", dtype, protocol, times, ceiling))
+                found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
+    return found
+
+
+def write_results(stem: Path, case: Case, ladder: Sequence[Row], sweep: Sequence[Row], ceiling: float) -> str:
+    """Write `stem`.json, .md and .png; returns the Markdown."""
+    stem.parent.mkdir(parents=True, exist_ok=True)
+    document = environment(ceiling) | {"rows": [*ladder, *sweep]}
+    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
+    text = results_text(case, ladder, sweep)
+    stem.with_suffix(".md").write_text(text)
+    idle = [row for row in ladder if row["protocol"] == "idle-events"]
+    tables.ladder_chart(stem.with_suffix(".png"), idle, f"NF4 dequantize, {case.rows} x {case.columns}")
+    return text
+
+
+def results_text(case: Case, ladder: Sequence[Row], sweep: Sequence[Row]) -> str:
+    sections = []
+    for dtype in dict.fromkeys(row["dtype"] for row in ladder):
+        for protocol in bench.PROTOCOLS.values():
+            chosen = [row for row in ladder if row["dtype"] == dtype and row["protocol"] == protocol]
+            shown = [row for row in chosen if row["impl"] in (*program.LADDER, "bitsandbytes")]
+            title = f"### Ladder, {case.rows} x {case.columns}, {dtype}, {protocol}"
+            sections.append(f"{title}\n\n{tables.ladder_table(shown)}")
+            sections.append(f"Each optimisation alone and in the ladder:\n\n{tables.interaction_table(chosen)}")
+    if sweep:
+        sections.append(f"### V4 beside bitsandbytes\n\n{tables.sweep_table(sweep)}")
+    return "\n".join(sections)
+
+
+def environment(ceiling: float) -> Row:
+    """Machine, driver, versions, command, date and commit of a result file."""
+    import bitsandbytes
+
+    return {
+        "machine": torch.cuda.get_device_name(0),
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "bitsandbytes": bitsandbytes.__version__,
+        },
+        "command": "nf4linear lab bench",
+        "date": datetime.date.today().isoformat(),
+        "commit": _output_of("git", "rev-parse", "HEAD"),
+        "ceilings": {"copy_GBps": ceiling},
+    }
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return lines[0].strip() if lines else None

@@ -1,0 +1,87 @@
+"""The stand-alone C++ program (csrc/lab): build it with CMake, run one stage of one file."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+LADDER = ("v0", "v1", "v2", "v3", "v4")
+ALONE = ("v1", "vectors_alone", "shifts_alone")  # each optimisation alone on v0; v1 is the first itself
+STAGES = (*LADDER, "vectors_alone", "shifts_alone")
+SOURCE = Path(__file__).parents[2] / "csrc" / "lab"
+
+
+class ProgramError(ValueError):
+    """The program cannot be built or run; the text is the tool's own, with the next step."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Times of one stage over its repeats, in milliseconds; gb_per_s is bytes over the median."""
+
+    stage: str
+    dtype: str
+    protocol: str
+    repeats: int
+    bytes: int
+    mean_ms: float
+    median_ms: float
+    min_ms: float
+    max_ms: float
+    gb_per_s: float
+
+
+def build(folder: Path, architecture: str | None = None) -> Path:
+    """Build into `folder`/build; returns the path of nf4l_lab. Raises ProgramError with the tool's output."""
+    if not SOURCE.is_dir():
+        raise ProgramError(
+            f"the program's sources are not installed ({SOURCE}); run this from a checkout of the project"
+        )
+    if not shutil.which("cmake"):
+        raise ProgramError("cmake is not on PATH; `pip install cmake` brings it")
+    target = folder / "build"
+    arch = [f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"] if architecture else []
+    _run(["cmake", "-S", str(SOURCE), "-B", str(target), *arch])
+    _run(["cmake", "--build", str(target), "--parallel"])
+    program = target / "nf4l_lab"
+    if not program.exists():
+        raise ProgramError("only the file checker was built: no nvcc was found; put it on PATH or set CUDACXX")
+    return program
+
+
+def find(folder: Path) -> Path:
+    """The built program. Raises ProgramError when there is none."""
+    program = folder / "build" / "nf4l_lab"
+    if not program.exists():
+        raise ProgramError(f"{program} is not built yet; run `nf4linear lab build` first")
+    return program
+
+
+def run_stage(
+    program: Path,
+    weight: Path,
+    stage: str,
+    dtype: str,
+    *,
+    warmup: int = 20,
+    repeats: int = 0,
+    protocol: str = "idle",
+    output: Path | None = None,
+) -> Timing | None:
+    """Run one stage; times it when `repeats` > 0 and writes the dequantized weight when `output` is given."""
+    options = ["--stage", stage, "--dtype", dtype, "--protocol", protocol]
+    options += ["--warmup", str(warmup), "--repeats", str(repeats)]
+    if output is not None:
+        options += ["--output", str(output)]
+    text = _run([str(program), str(weight), *options])
+    return Timing(**json.loads(text)) if repeats else None
+
+
+def _run(command: list[str]) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise ProgramError(f"{' '.join(command)} failed:\n{(done.stderr or done.stdout).strip()}")
+    return done.stdout
