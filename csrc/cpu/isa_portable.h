@@ -6,7 +6,6 @@
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
 struct Portable {
-  static constexpr const char* NAME = "portable";
   static constexpr int PANEL = 1;
   static constexpr int MAX_MR = 3;
 

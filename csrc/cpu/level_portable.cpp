@@ -13,7 +13,7 @@
 
 namespace nf4l::cpu {
 
-const Level PORTABLE_LEVEL = {"portable", [] { return true; }, portable::linear<portable::Portable>,
+const Level PORTABLE_LEVEL = {"portable", [] { return true; }, portable::linear_f32<portable::Portable>,
                               portable::dequantize<portable::Portable>};
 
 }  // namespace nf4l::cpu
