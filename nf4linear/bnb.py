@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from . import reference, reorder
-from .formats import NESTED_BLOCKSIZE, EightBitSpec, FourBitSpec
-from .linear import Origin, PackedLinear, dtype_name
+from .formats import NESTED_BLOCKSIZE, EightBitSpec, FourBitSpec, check_tensors
+from .linear import Origin, PackedLinear, check_tables, dtype_name
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
@@ -44,6 +44,17 @@ def skip_reason(layer: Linear4bit | Linear8bitLt) -> str | None:
     return None
 
 
+def statistics_bytes(layer: Linear4bit | Linear8bitLt) -> int:
+    """Bytes that a bitsandbytes layer holds beside its parameters."""
+    if layer_bits(layer) == 8:
+        tensors = [getattr(layer.weight, "SCB", None), layer.state.SCB]
+    else:
+        state = getattr(layer.weight, "quant_state", None)
+        second = getattr(state, "state2", None)
+        tensors = [getattr(s, name, None) for s in (state, second) for name in ("absmax", "code")]
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
 def packed_from_bnb(layer: Linear4bit | Linear8bitLt, name: str = "", dtype: torch.dtype | None = None) -> PackedLinear:
     """The packed layer with the codes and scales of a bitsandbytes layer, on the same device; `layer` is not changed.
 
@@ -64,7 +75,19 @@ def packed_from_bnb(layer: Linear4bit | Linear8bitLt, name: str = "", dtype: tor
     dtype = dtype or (bias.dtype if bias is not None else getattr(torch, origin.dtype))
     packed = PackedLinear.from_spec(spec, bias=False, device="meta", dtype=dtype)
     packed.layer_name, packed.origin = name, origin
+    packed.source_cls = getattr(layer, "source_cls", nn.Linear)
     return packed.load_packed(reorder.pack(spec, canonical, where), bias)
+
+
+def check_layer(layer: Linear4bit | Linear8bitLt, name: str) -> None:
+    """Raise ValueError naming the layer if packed_from_bnb would refuse it."""
+    if layer.weight.is_floating_point() and not _has_statistics(layer):
+        if not torch.isfinite(layer.weight).all():
+            raise ValueError(f"{name}: its weight holds NaN or infinity, which cannot be quantized")
+        return
+    spec, canonical, _ = (_take_4bit if layer_bits(layer) == 4 else _take_8bit)(layer, name)
+    check_tensors(canonical, spec.canonical_tensors(), name)
+    check_tables(spec, canonical, name)
 
 
 def packed_to_bnb(layer: PackedLinear) -> Linear4bit | Linear8bitLt:
@@ -73,21 +96,37 @@ def packed_to_bnb(layer: PackedLinear) -> Linear4bit | Linear8bitLt:
     to_bnb = _to_4bit if isinstance(layer.spec, FourBitSpec) else _to_8bit
     result = to_bnb(layer, canonical)
     result.bias = layer.bias
+    result.source_cls = layer.source_cls
     return result.train(layer.training)
+
+
+def _quant_state(layer: Linear4bit) -> QuantState | None:
+    # Wrappers that rebuild parameters lose the attribute of the weight; the layer keeps a reference for them.
+    return getattr(layer.weight, "quant_state", None) or getattr(layer, "quant_state", None)
+
+
+def _has_statistics(layer: Linear4bit | Linear8bitLt) -> bool:
+    return (_quant_state(layer) if layer_bits(layer) == 4 else _row_maxima(layer)) is not None
+
+
+def _row_maxima(layer: Linear8bitLt) -> Tensor | None:
+    # The first forward moves them from the weight to the state.
+    on_weight = getattr(layer.weight, "SCB", None)
+    return layer.state.SCB if on_weight is None else on_weight
 
 
 def _take_4bit(layer: Linear4bit, where: str) -> tuple[FourBitSpec, dict[str, Tensor], Origin]:
     weight = layer.weight
-    state = getattr(weight, "quant_state", None) or getattr(layer, "quant_state", None)
+    state = _quant_state(layer)
     compute_dtype = dtype_name(layer.compute_dtype) if layer.compute_dtype is not None else None
     if state is None:
         return _quantize_fresh(layer, where, compute_dtype)
+    ran_on_cpu = getattr(state, "packing_format_for_cpu", False)
+    codes, state = _undo_cpu_order(weight.data, state) if ran_on_cpu else (weight.data, state)
     if compute_dtype == "float32" and state.dtype != torch.float32:
         warn_once(
             "bnb_4bit_compute_dtype is float32; nf4linear computes in the dtype of the input and accumulates in float32"
         )
-    ran_on_cpu = getattr(state, "packing_format_for_cpu", False)
-    codes, state = _undo_cpu_order(weight.data, state) if ran_on_cpu else (weight.data, state)
     n, k = state.shape
     spec = FourBitSpec(state.quant_type, n, k, state.blocksize, state.nested)
     if codes.dtype not in _STORAGE_DTYPES:
@@ -98,7 +137,6 @@ def _take_4bit(layer: Linear4bit, where: str) -> tuple[FourBitSpec, dict[str, Te
         raise ValueError(f"{where}: weight holds {as_bytes.numel()} bytes, a {n} x {k} weight has {wanted}")
     canonical = {"codes": as_bytes[:wanted], "absmax": state.absmax, "code": state.code.float()}
     origin = Origin(
-        source="bitsandbytes",
         dtype=dtype_name(state.dtype),
         quant_storage=dtype_name(codes.dtype),
         code_dtype=dtype_name(state.code.dtype),
@@ -158,7 +196,6 @@ def _quantize_fresh(layer: Linear4bit, where: str, compute_dtype: str | None):
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
     origin = Origin(
-        source="bitsandbytes",
         dtype=dtype_name(weight.dtype),
         quant_storage=dtype_name(weight.quant_storage),
         compute_dtype=compute_dtype,
@@ -168,11 +205,9 @@ def _quantize_fresh(layer: Linear4bit, where: str, compute_dtype: str | None):
 
 def _take_8bit(layer: Linear8bitLt, where: str) -> tuple[EightBitSpec, dict[str, Tensor], Origin]:
     weight, state = layer.weight, layer.state
-    # The first forward moves the row maxima from the weight to the state.
-    row_maxima = getattr(weight, "SCB", None)
-    row_maxima = state.SCB if row_maxima is None else row_maxima
+    row_maxima = _row_maxima(layer)
     spec = EightBitSpec("w8_s8", layer.out_features, layer.in_features)
-    origin = Origin(source="bitsandbytes", dtype="float16", threshold=float(state.threshold))
+    origin = Origin(dtype="float16", threshold=float(state.threshold))
     if weight.is_floating_point():
         if row_maxima is not None:
             raise ValueError(f"{where}: weight is {weight.dtype} although it has row maxima; expected int8")

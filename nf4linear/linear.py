@@ -23,12 +23,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Origin:
-    """What a layer was made from, for the way back; dtype names are torch's own, such as "bfloat16".
+    """What bitsandbytes keeps of a layer beside its tensors, for the way back; dtypes by name, such as "bfloat16"."""
 
-    The fields after `source` describe a bitsandbytes layer and are defaults for any other source.
-    """
-
-    source: str = "packed"  # "packed", "linear", "conv1d", "bitsandbytes"
     dtype: str = "float32"  # of the weight before quantization
     quant_storage: str = "uint8"
     nested_dtype: str = "float32"
@@ -45,10 +41,13 @@ class PackedLinear(nn.Linear):
     weight. Device moves pass; dtype casts change the bias and `compute_dtype` only, never codes or scales.
 
     Attributes: `spec`, `in_features`, `out_features`, `bias`, `compute_dtype` (the dtype of `weight`), `layer_name`
-    (the name inside its model, for messages), `origin`, and the tensors of `spec.packed_tensors()`.
+    (the name inside its model, for messages), `source_cls` (the class it stands for: nn.Linear or Conv1D), `origin`,
+    and the tensors of `spec.packed_tensors()`.
     """
 
     default_format: ClassVar[str]
+    # For transformers: never fill such a layer with random numbers.
+    _is_hf_initialized = True
 
     def __init__(
         self, spec: WeightSpec, bias: bool = True, device: Any = None, dtype: torch.dtype | None = None
@@ -59,6 +58,7 @@ class PackedLinear(nn.Linear):
         self.in_features, self.out_features = spec.k, spec.n
         self.layer_name = ""
         self.origin = Origin()
+        self.source_cls: type[nn.Module] = nn.Linear  # Conv1D holds the transposed weight
         self.compute_dtype = _float_dtype(dtype or torch.get_default_dtype())
         # Code that asks a module for its dtype takes the first floating parameter: let that be the bias.
         self.register_parameter(
@@ -102,7 +102,8 @@ class PackedLinear(nn.Linear):
             raise ValueError(f"{where}: {error}") from error
         layer = cls.from_spec(spec, bias=False, device="meta", dtype=_float_dtype(weight.dtype))
         layer.layer_name = name
-        layer.origin = Origin(source="conv1d" if transposed else "linear", dtype=dtype_name(weight.dtype))
+        layer.origin = Origin(dtype=dtype_name(weight.dtype))
+        layer.source_cls = type(linear)
         return layer.load_packed(packed, linear.bias)
 
     @classmethod
@@ -195,6 +196,19 @@ class PackedLinear(nn.Linear):
             param.requires_grad_(False)  # loaders make float parameters trainable
         super().register_parameter(name, param)
 
+    def to_linear(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The layer that this one replaces (nn.Linear or Conv1D), holding the dequantized weight in `dtype`."""
+        with torch.device("meta"):
+            if self.source_cls is nn.Linear:
+                layer = nn.Linear(self.in_features, self.out_features, bias=False)
+            else:
+                layer = self.source_cls(self.out_features, self.in_features)
+        weight = self.dequantize(dtype)
+        layer.weight = nn.Parameter(weight if self.source_cls is nn.Linear else weight.t().contiguous(), False)
+        bias = self._parameters["bias"]
+        layer.bias = None if bias is None else nn.Parameter(bias.detach().to(weight.dtype), bias.requires_grad)
+        return layer.train(self.training)
+
     def describe(self) -> str:
         """Name and kind for messages, such as "model.layers.0.mlp.up_proj (NF4Linear 576 -> 1536)"."""
         kind = f"{type(self).__name__} {self.in_features} -> {self.out_features}"
@@ -275,9 +289,14 @@ _TABLES = ("code", "nested_code", "nested_offset")
 def check_statistics(spec: WeightSpec, tensors: Mapping[str, Tensor], where: str) -> None:
     """Raise ValueError naming `where` unless `tensors` are the packed tensors of `spec` with possible small values."""
     check_tensors(tensors, spec.packed_tensors(), where)
+    check_tables(spec, tensors, where)
+
+
+def check_tables(spec: WeightSpec, tensors: Mapping[str, Tensor], where: str) -> None:
+    """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and `nested_offset` is finite."""
     if isinstance(spec, EightBitSpec) or tensors["code"].is_meta:
         return
-    table = torch.tensor(spec.codebook.code)
+    table = torch.tensor(spec.codebook.code, dtype=torch.float32)
     code = tensors["code"].cpu()
     if not any(torch.equal(code, table.to(dtype).float()) for dtype in ops.FLOAT_DTYPES):
         raise ValueError(f"{where}: tensor 'code' is not the {spec.format} table; the format or the file is wrong")

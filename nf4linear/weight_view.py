@@ -24,6 +24,7 @@ class DequantizedWeight(torch.Tensor):
     """
 
     _layer: PackedLinear
+    _is_hf_initialized = True  # transformers leaves such tensors alone when it fills new layers
 
     @staticmethod
     def __new__(cls, layer: PackedLinear) -> DequantizedWeight:

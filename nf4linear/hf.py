@@ -1,0 +1,225 @@
+"""The transformers quantizer "nf4linear": loads packed checkpoints, saves them, quantizes plain ones while they load.
+
+Imported once transformers is (see registration.py). The quantizer needs transformers >= 5.17; with older ones
+patch_model still works, and loading a packed checkpoint says what to install.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from packaging.version import Version
+from torch import nn
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from . import bnb, bookkeeping, hf_model
+from .checkpoint.folders import plugin_version as installed_version
+from .checkpoint.packed import METADATA, QUANT_METHOD, SOURCE_FILE, ModuleRules, parse_config, validate_packed
+from .formats import FORMAT_VERSION, WeightSpec, spec_from_config
+from .linear import PackedLinear, check_statistics
+from .select import select_layers
+from .swap import swap_layer
+
+MINIMUM_TRANSFORMERS = "5.17"
+
+
+class NF4LinearConfig(QuantizationConfigMixin):
+    """quantization_config of a packed checkpoint, or of a plain one to be quantized while it loads.
+
+    `modules` maps full names and globs to formats, "default" to all others; without it `format`, `blocksize` and
+    `double_quant` are the default. `modules_to_not_convert` lists full names or whole dotted suffixes; when a plain
+    checkpoint is quantized it adds to what stays anyway (output and tied embeddings, layers kept in float32).
+    Only JSON types are held. Raises ValueError for a format or version that this package does not read.
+    """
+
+    def __init__(
+        self,
+        modules: dict[str, dict[str, Any]] | None = None,
+        modules_to_not_convert: Iterable[str] | None = None,
+        format_version: int = FORMAT_VERSION,
+        plugin_version: str | None = None,
+        *,
+        format: str = "nf4",
+        blocksize: int = 64,
+        double_quant: bool = True,
+        **ignored: Any,  # a later version's additions; what would change a meaning raises format_version
+    ) -> None:
+        self.quant_method = QUANT_METHOD
+        self.format_version = format_version
+        self.plugin_version = plugin_version or installed_version()
+        default = {"format": format}
+        if not format.startswith("w8"):
+            default |= {"blocksize": blocksize, "double_quant": double_quant}
+        self.modules = dict(modules) if modules is not None else {"default": default}
+        self.modules_to_not_convert = list(modules_to_not_convert or [])
+        rules = self.rules()
+        for entry in rules.modules.values():
+            spec_from_config(entry, 4096, 4096)
+
+    def rules(self) -> ModuleRules:
+        return parse_config({"quantization_config": self.to_dict()}, "config.json")
+
+
+class NF4LinearQuantizer(HfQuantizer):
+    """Puts packed layers in the place of a model's linear layers before its checkpoint is read."""
+
+    requires_calibration = False
+    quantization_config: NF4LinearConfig
+
+    def __init__(self, quantization_config: NF4LinearConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config, **kwargs)
+        self.source_file: Path | None = None  # nf4linear_source.json of the folder the model came from
+        self._to_quantize: frozenset[str] = frozenset()  # layers of a plain checkpoint
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        if Version(transformers.__version__).release < Version(MINIMUM_TRANSFORMERS).release:
+            raise ImportError(
+                f"loading a packed nf4linear checkpoint needs transformers >= {MINIMUM_TRANSFORMERS}, found "
+                f"{transformers.__version__}: update it, or load the bitsandbytes checkpoint and use patch_model"
+            )
+        if not self.pre_quantized and isinstance(device_map, dict) and "disk" in device_map.values():
+            raise ValueError(
+                "a plain checkpoint cannot be quantized while parts of it go to disk: the disk would hold the plain "
+                "weights. Pack it first (nf4linear pack SRC DST) and load that with the same device_map"
+            )
+
+    def _process_model_before_weight_loading(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        checkpoint_files: list[str] | None = None,
+        **kwargs: Any,
+    ) -> nn.Module:
+        _refuse_tensor_parallel(model)
+        if not self.pre_quantized:
+            selection = select_layers(model, self.quantization_config.modules_to_not_convert)
+            self._to_quantize = frozenset(name for layer in selection.layers for name in layer.names)
+            return model
+        shapes = {}
+        for name, module, spec in packed_places(model, self.quantization_config.rules()):
+            layer = PackedLinear.from_spec(spec, bias=module.bias is not None, device="meta", dtype=dtype)
+            layer.layer_name, layer.source_cls = name, type(module)
+            swap_layer(model, [name], module, layer)
+            shapes |= {alias: (spec.n, spec.k) for alias in _aliases(model, name)}
+        self._check_files(checkpoint_files, shapes)
+        return model
+
+    def _check_files(self, checkpoint_files: list[str] | None, shapes: dict[str, tuple[int, int]]) -> None:
+        """Read the headers first: transformers itself only warns of missing and surplus tensors."""
+        if not checkpoint_files or not Path(checkpoint_files[0]).name.startswith("model"):
+            return
+        folder = Path(checkpoint_files[0]).parent
+        if checkpoint_files[0].endswith(".safetensors") and (folder / "config.json").is_file():
+            validate_packed(folder, shapes)
+        if (folder / SOURCE_FILE).is_file():
+            self.source_file = folder / SOURCE_FILE
+
+    def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
+        for name, layer in bookkeeping.packed_layers(model).items():
+            layer.layer_name = name
+            if layer.qweight.is_meta or hasattr(layer, "_hf_hook"):
+                continue  # offloaded: accelerate brings the tensors when they are needed
+            for part, parameter in layer.named_parameters(recurse=False):
+                if not getattr(parameter, "_is_hf_initialized", False):
+                    raise ValueError(f"{name}: tensor {part!r} is missing in the checkpoint; pack it again")
+            check_statistics(layer.spec, layer.packed(), name)
+        if not self.pre_quantized:
+            described = bookkeeping.describe_quantization(model)
+            self.quantization_config.modules = described["modules"]
+            self.quantization_config.modules_to_not_convert = described["modules_to_not_convert"]
+        hf_model.extend_transformers()
+        return model
+
+    def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
+        name, _, part = param_name.rpartition(".")
+        return part == "weight" and name in self._to_quantize
+
+    def get_quantize_ops(self) -> Any:
+        from .hf_quantize import QuantizeLinear
+
+        return QuantizeLinear(self.quantization_config)
+
+    @property
+    def quantized_element_size(self) -> float | None:
+        """Bytes a weight of a plain checkpoint will take; packed ones have their true sizes on the meta device."""
+        if self.pre_quantized:
+            return None
+        spec = spec_from_config(self.quantization_config.modules.get("default", {"format": "nf4"}), 4096, 4096)
+        return sum(tensor.nbytes() for tensor in spec.packed_tensors().values()) / (spec.n * spec.k)
+
+    @property
+    def is_compileable(self) -> bool:
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters can be trained on top: gradients flow through the layers, their own weights stay fixed."""
+        return True
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        return True
+
+    def get_state_dict_and_metadata(self, model: nn.Module, *args: Any, **kwargs: Any) -> tuple[None, dict[str, str]]:
+        for name, module in model.named_modules():
+            if bnb.layer_bits(module):
+                raise ValueError(
+                    f"{name}: is still a bitsandbytes layer, which a checkpoint cannot hold beside packed ones. Patch "
+                    "it too (take it off the skip list), or call unpatch_model before saving"
+                )
+        return None, dict(METADATA)
+
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
+        layers = bookkeeping.packed_layers(model)
+        for layer in layers.values():
+            if layer.qweight.is_meta:
+                raise ValueError(f"{layer.describe()}: its weight is offloaded; load the model to one device first")
+        for name, layer in layers.items():
+            swap_layer(model, [name], layer, layer.to_linear(dtype))
+        return model
+
+
+def packed_places(model: nn.Module, rules: ModuleRules) -> Iterator[tuple[str, nn.Module, WeightSpec]]:
+    """(name, module, spec) of each linear layer that the rules of a packed checkpoint say is packed."""
+    for name, module in list(model.named_modules()):
+        conv1d = type(module).__name__ == "Conv1D"
+        aliases = _aliases(model, name)
+        if not (type(module) is nn.Linear or conv1d):
+            continue
+        if any(f".{alias}".endswith(f".{entry}") for alias in aliases for entry in rules.not_converted):
+            continue
+        entries = [rules.entry(alias) for alias in aliases]
+        default = rules.modules.get("default")
+        entry = next((entry for entry in entries if entry is not default), default)
+        if entry is None:
+            raise ValueError(f"config.json: quantization_config.modules has no format for {name!r} and no default")
+        n, k = module.weight.shape[::-1] if conv1d else module.weight.shape
+        yield name, module, spec_from_config(entry, n, k)
+
+
+def _aliases(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Names of a layer in checkpoints of this model and of the same model with or without a head."""
+    prefix = getattr(model, "base_model_prefix", "")
+    return (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if prefix else (name,)
+
+
+def _refuse_tensor_parallel(model: nn.Module) -> None:
+    distributed = getattr(model.config, "distributed_config", None)
+    if any((getattr(distributed, size, None) or 1) > 1 for size in ("tp_size", "ep_size")):
+        raise NotImplementedError(
+            "nf4linear does not load under tensor or expert parallelism yet (tp_plan); use device_map='auto' to spread "
+            "the layers over several GPUs"
+        )
+
+
+def register() -> None:
+    """Make transformers know the method; calling it again does nothing."""
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+
+    AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, NF4LinearConfig)
+    AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, NF4LinearQuantizer)

@@ -1,0 +1,63 @@
+"""Two methods of transformers' models that cannot know of packed layers, wrapped once such a model exists.
+
+transformers offers no hook for either: `num_parameters` would count bytes and scales as weights, and
+`save_pretrained` would leave behind the file that unpack needs. Models without packed layers are not affected.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from .linear import PackedLinear
+
+
+def extend_transformers() -> None:
+    """Wrap the methods; calling it again does nothing."""
+    from transformers import PreTrainedModel
+
+    if not hasattr(PreTrainedModel.num_parameters, "__wrapped__"):
+        PreTrainedModel.num_parameters = _with_logical_counts(PreTrainedModel.num_parameters)
+        PreTrainedModel.save_pretrained = _with_source_file(PreTrainedModel.save_pretrained)
+
+
+def _with_logical_counts(original: Any) -> Any:
+    @functools.wraps(original)
+    def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        count = original(self, only_trainable, exclude_embeddings)
+        if only_trainable:
+            return count
+        for layer in self.modules():
+            if isinstance(layer, PackedLinear):
+                held = sum(p.numel() for p in layer.packed().values())
+                count += layer.in_features * layer.out_features - held
+        return count
+
+    return num_parameters
+
+
+def _with_source_file(original: Any) -> Any:
+    @functools.wraps(original)
+    def save_pretrained(self: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        # Before the weights, so that push_to_hub=True uploads it with them.
+        if kwargs.get("is_main_process", True) and not os.path.isfile(save_directory):
+            copy_source_file(getattr(getattr(self, "hf_quantizer", None), "source_file", None), Path(save_directory))
+        return original(self, save_directory, *args, **kwargs)
+
+    return save_pretrained
+
+
+def copy_source_file(source: Path | None, folder: Path) -> None:
+    if source is None or folder.resolve() == source.parent.resolve():
+        return
+    if not source.is_file():
+        warnings.warn(f"{source} is gone, so the saved checkpoint cannot be unpacked byte for byte", stacklevel=4)
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(source, folder / source.name)
