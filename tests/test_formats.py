@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from operands import SPECS, spec_id
 
 from nf4linear.formats import (
     BLOCKSIZES,
@@ -13,6 +12,7 @@ from nf4linear.formats import (
     dynamic_map,
     spec_from_config,
 )
+from operands import SPECS, spec_id
 
 bnb = pytest.importorskip("bitsandbytes")
 

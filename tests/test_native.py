@@ -8,10 +8,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from operands import fresh_weight, geometry, operands, packed_weight
 
 from nf4linear import native, ops, reference
 from nf4linear.formats import EightBitSpec, FourBitSpec
+from operands import fresh_weight, geometry, operands, packed_weight
 
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")

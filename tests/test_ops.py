@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from operands import SPECS, fresh_weight, geometry, operands, packed_weight, spec_id
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from nf4linear import native, ops, reference
 from nf4linear.formats import EightBitSpec, FourBitSpec
+from operands import SPECS, fresh_weight, geometry, operands, packed_weight, spec_id
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TILED = FourBitSpec("nf4", 48, 128)

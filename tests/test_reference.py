@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from operands import SPECS, fresh_weight, spec_id
 
 from nf4linear import reference, reorder
 from nf4linear.formats import BLOCKSIZES, EightBitSpec, FourBitSpec
+from operands import SPECS, fresh_weight, spec_id
 
 bnb = pytest.importorskip("bitsandbytes")
 FOUR_BIT = [spec for spec in SPECS if isinstance(spec, FourBitSpec)]

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from operands import SPECS, fresh_weight, spec_id
 
 from nf4linear import layout, reorder
 from nf4linear.formats import BLOCKSIZES, EightBitSpec, FourBitSpec
+from operands import SPECS, fresh_weight, spec_id
 
 four_bit = st.builds(
     FourBitSpec,
