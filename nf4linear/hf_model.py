@@ -7,6 +7,7 @@ transformers offers no hook for either: `num_parameters` would count bytes and s
 from __future__ import annotations
 
 import functools
+import json
 import os
 import shutil
 import warnings
@@ -15,6 +16,7 @@ from typing import Any
 
 from torch import nn
 
+from .checkpoint.packed import QUANT_METHOD, VERSION_KEY
 from .linear import PackedLinear
 
 
@@ -45,10 +47,16 @@ def _with_logical_counts(original: Any) -> Any:
 def _with_source_file(original: Any) -> Any:
     @functools.wraps(original)
     def save_pretrained(self: nn.Module, save_directory: str | os.PathLike, *args: Any, **kwargs: Any) -> Any:
+        quantizer = getattr(self, "hf_quantizer", None)
+        is_ours = getattr(getattr(quantizer, "quantization_config", None), "quant_method", None) == QUANT_METHOD
+        if not is_ours or not kwargs.get("is_main_process", True) or os.path.isfile(save_directory):
+            return original(self, save_directory, *args, **kwargs)
         # Before the weights, so that push_to_hub=True uploads it with them.
-        if kwargs.get("is_main_process", True) and not os.path.isfile(save_directory):
-            copy_source_file(getattr(getattr(self, "hf_quantizer", None), "source_file", None), Path(save_directory))
-        return original(self, save_directory, *args, **kwargs)
+        copy_source_file(quantizer.source_file, Path(save_directory))
+        result = original(self, save_directory, *args, **kwargs)
+        for path in Path(save_directory).glob("*.safetensors"):
+            sort_metadata(path)
+        return result
 
     return save_pretrained
 
@@ -61,3 +69,23 @@ def copy_source_file(source: Path | None, folder: Path) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copyfile(source, folder / source.name)
+
+
+def sort_metadata(path: Path) -> None:
+    """Put the metadata of a safetensors file in order, in place: its writer shuffles it, and equal models should give
+    equal files."""
+    start = b'{"__metadata__":'
+    with open(path, "r+b") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = file.read(min(length, 4096))
+        end = header.find(b"}") + 1
+        if not header.startswith(start) or not end:
+            return
+        try:
+            metadata = json.loads(header[len(start) : end])
+        except ValueError:  # a brace inside a value
+            return
+        ordered = json.dumps(dict(sorted(metadata.items())), separators=(",", ":")).encode()
+        if VERSION_KEY in metadata and len(ordered) == end - len(start):
+            file.seek(8 + len(start))
+            file.write(ordered)
