@@ -110,6 +110,12 @@ def _dequantize_reference(qweight, scales, nested_code, nested_absmax, nested_of
     return reference.dequantize(spec, reorder.unpack(spec, packed_dict(spec, *weight)), dtype)
 
 
+def _aligned(weight: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    """The weight with codes and scales that start at 16 bytes: a loader may have mapped them at any place of a file."""
+    codes_and_scales = (t if t.data_ptr() % 16 == 0 else t.clone() for t in weight[:2])
+    return *codes_and_scales, *weight[2:]
+
+
 def _dequantize_native(qweight, scales, nested_code, nested_absmax, nested_offset, format, n, k, blocksize, dtype):
     weight = (qweight, scales, nested_code, nested_absmax, nested_offset)
     library = native.library(qweight.device.type)
@@ -117,6 +123,7 @@ def _dequantize_native(qweight, scales, nested_code, nested_absmax, nested_offse
         spec = make_spec(format, n, k, blocksize, nested_code is not None)
         _check_dtype(dtype)
         _check_weight(spec, *weight)
+        weight = _aligned(weight)
         out = qweight.new_empty((n, k), dtype=dtype)
         if library.dequantize(native.describe_weight(spec, *weight), out):
             return out
@@ -147,6 +154,7 @@ def _linear_native(x, qweight, scales, nested_code, nested_absmax, nested_offset
         _check_input(x, bias, n, k)
         _check_same_device(x, qweight)
         _check_weight(spec, *weight)
+        weight = _aligned(weight)
         y = x.new_empty((*x.shape[:-1], n))
         if y.numel() == 0:
             return y

@@ -96,6 +96,20 @@ def test_strided_bias(path):
     assert torch.equal(call(TILED, packed, x, bias), call(TILED, packed, x, bias.contiguous()))
 
 
+def test_weights_that_start_anywhere(path):
+    """A loader may map codes and scales at any byte of a file."""
+    for spec in SPECS:
+        packed = packed_weight(spec)
+        shifted = dict(packed)
+        for name in ("qweight", spec.scales_name):
+            step = packed[name].element_size()
+            raw = torch.zeros(packed[name].numel() * step + 16, dtype=torch.uint8)
+            view = raw[step : step + packed[name].numel() * step].view(packed[name].dtype).view(packed[name].shape)
+            shifted[name] = view.copy_(packed[name])
+        x = torch.randn(3, spec.k)
+        assert torch.equal(call(spec, shifted, x), call(spec, packed, x))
+
+
 def test_nothing_outside_the_output_is_written(path):
     """Inputs keep their bytes, whatever the padding of the tiles."""
     for spec in SPECS:

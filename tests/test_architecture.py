@@ -1,0 +1,170 @@
+"""Arrows go downwards only: checkpoint -> modules -> operators -> native -> C ABI -> engines, in Python and in csrc."""
+
+import ast
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "nf4linear"
+CSRC = ROOT / "csrc"
+
+# From the bottom up. A module not named here belongs to no layer of its own: it may be used by whatever stands above
+# everything that it imports itself.
+PYTHON_CHAIN = (
+    "formats", "layout", "reference", "reorder", "native", "ops", "linear", "bnb", "checkpoint", "patch", "hf", "cli",
+)  # fmt: skip
+C_CHAIN = ("nf4linear.h", "layout.h", "codebook.h", "scale.cuh", "dequant.cuh", "entry.cu")
+
+
+# ---- Python ----------------------------------------------------------------------------------------------------------
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Dotted name inside the package -> file."""
+    names = {}
+    for path in PACKAGE.rglob("*.py"):
+        parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+        names[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return names
+
+
+@cache
+def imports(name: str, lazy: bool = False) -> frozenset[str]:
+    """Modules of the package that `name` imports when it is imported itself; with `lazy`, inside functions too."""
+    path = modules()[name]
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    package = [part for part in package if part]
+    found = set()
+    for node in _statements(ast.parse(path.read_text()), lazy):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1] + (node.module.split(".") if node.module else [])
+            found |= _imported(base, node.names)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "nf4linear":
+            found |= _imported(node.module.split(".")[1:], node.names)
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.removeprefix("nf4linear.") for alias in node.names if "nf4linear." in alias.name}
+    return frozenset(found & modules().keys() - {name, ""})
+
+
+def _imported(base: list[str], names: list[ast.alias]) -> set[str]:
+    """`from base import names`: each name is a module of base, or something that base itself holds."""
+    full = {".".join([*base, alias.name]) for alias in names}
+    return {name if name in modules() else ".".join(base) for name in full}
+
+
+def _statements(tree: ast.AST, lazy: bool):
+    """Nodes that run at import; with `lazy`, those of functions too. `if TYPE_CHECKING` never runs."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not lazy:
+            continue
+        yield node
+        yield from _statements(node, lazy)
+
+
+def layer_of(name: str) -> int | None:
+    top = name.split(".")[0]
+    return PYTHON_CHAIN.index(top) if top in PYTHON_CHAIN else None
+
+
+def reachable(start: str, edges) -> set[str]:
+    seen, todo = set(), [start]
+    while todo:
+        for name in edges(todo.pop()) - seen:
+            seen.add(name)
+            todo.append(name)
+    return seen
+
+
+def test_every_layer_of_the_chain_exists():
+    assert {name.split(".")[0] for name in modules()} >= set(PYTHON_CHAIN)
+
+
+@pytest.mark.parametrize("name", sorted(modules()))
+def test_imports_go_down(name):
+    layer = layer_of(name)
+    below = reachable(name, imports)
+    assert name not in below, f"{name} imports itself through {sorted(imports(name))}"
+    upward = [other for other in below if layer is not None and (layer_of(other) or 0) > layer]
+    assert not upward, f"{name} reaches up to {sorted(upward)}"
+
+
+@pytest.mark.parametrize("name", PYTHON_CHAIN[: PYTHON_CHAIN.index("ops") + 1])
+def test_the_lower_half_has_no_hidden_imports_upwards(name):
+    assert all((layer_of(other) or 0) < layer_of(name) for other in imports(name, lazy=True)), imports(name, lazy=True)
+
+
+def test_the_walk_can_fail(tmp_path, monkeypatch):
+    """An upward import in a copy of the tree is found."""
+    broken = dict(modules())
+    copy = tmp_path / "layout.py"
+    copy.write_text(broken["layout"].read_text() + "\nfrom .ops import linear\n")
+    broken["layout"] = copy
+    imports.cache_clear()
+    monkeypatch.setitem(globals(), "modules", lambda: broken)
+    with pytest.raises(AssertionError, match="reaches up to"):
+        test_imports_go_down("layout")
+    imports.cache_clear()
+
+
+def test_key_names_of_bitsandbytes_stay_in_checkpoint():
+    for name, path in modules().items():
+        if name.split(".")[0] != "checkpoint":
+            assert "quant_state.bitsandbytes__" not in path.read_text(), path
+
+
+# ---- C and CUDA ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Path inside csrc -> file."""
+    kinds = (".h", ".cuh", ".cu", ".cpp")
+    return {str(path.relative_to(CSRC)): path for path in CSRC.rglob("*") if path.suffix in kinds}
+
+
+@cache
+def includes(name: str) -> frozenset[str]:
+    path = sources()[name]
+    quoted = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.MULTILINE)
+    # As the compilers look: beside the file, then in csrc.
+    candidates = [[(path.parent / q).resolve(), (CSRC / q).resolve()] for q in quoted]
+    known = {path.resolve(): other for other, path in sources().items()}
+    return frozenset(known[c] for pair in candidates for c in pair if c in known)
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_includes_go_down(name):
+    below = reachable(name, includes)
+    assert name not in below, f"{name} includes itself"
+    if name in C_CHAIN:
+        upward = [other for other in below if other in C_CHAIN and C_CHAIN.index(other) > C_CHAIN.index(name)]
+        assert not upward, f"{name} reaches up to {upward}"
+    folder = Path(name).parent
+    for other in includes(name):
+        # cpu/, lab/ and portable/ stand on csrc and on themselves; nothing stands on them, nor on a source file.
+        assert Path(other).parent in (folder, Path(".")), f"{name} includes {other}"
+        assert Path(other).suffix in (".h", ".cuh"), f"{name} includes {other}"
+        # A .h compiles with any host compiler.
+        assert not (name.endswith((".h", ".cpp")) and other.endswith(".cuh")), f"{name} includes {other}"
+
+
+@pytest.mark.parametrize("name", sorted(sources()))
+def test_no_framework_headers(name):
+    system = re.findall(r"^\s*#\s*include\s+<([^>]+)>", sources()[name].read_text(), re.MULTILINE)
+    assert not [h for h in system if h.split("/")[0] in ("torch", "ATen", "c10", "pybind11") or h == "Python.h"]
+
+
+# ---- size ------------------------------------------------------------------------------------------------------------
+
+
+def test_files_stay_small():
+    limits = {".py": 400, ".h": 250, ".cuh": 400, ".cu": 400, ".cpp": 400}
+    files = [*modules().values(), *sources().values()]
+    sizes = {path: len(path.read_text().splitlines()) for path in files}
+    assert not {str(p): size for p, size in sizes.items() if size > limits[p.suffix]}
