@@ -29,13 +29,11 @@ def render_card(
     front = _front_matter(source_card)
     base = front.get("base_model") or source_name
     quantized = sum(spec.n * spec.k for spec in specs.values())
+    bits = sorted({"4-bit" if isinstance(spec, FourBitSpec) else "8-bit" for spec in specs.values()})
     header = {key: front[key] for key in _INHERITED if key in front} | {
         "base_model": base,
         "library_name": "transformers",
-        "tags": [
-            "nf4linear",
-            *sorted({"4-bit" if isinstance(spec, FourBitSpec) else "8-bit" for spec in specs.values()}),
-        ],
+        "tags": ["nf4linear", *bits],
     }
     template = Template(resources.files(__package__).joinpath("model_card.md").read_text(encoding="utf-8"))
     return template.substitute(

@@ -72,15 +72,14 @@ def pack_checkpoint(
         plan = make_plan(source, config, options)
         plan.units += [copied(source, key) for key in source if key not in plan.replaced]
         shards = plan_shards(plan.units, shard_bytes, METADATA)
-        with out.writing() as folder, Progress("Packing", sum(s.nbytes for s in shards), progress) as bar:
+        total = sum(shard.nbytes for shard in shards)
+        with out.writing(total) as folder, Progress("Packing", total, progress) as bar:
             write_shards(out, shards, source, bar)
             write_index(out, shards)
             copy_small_files(source_folder, folder, card=("README.md", SOURCE_CARD))
             quantization = make_config(plan.specs, plan.not_converted, plugin_version())
             write_json(folder / SOURCE_FILE, _source_record(source, config, plan).to_json())
-            result = PackResult(
-                destination, len(plan.specs), source.total_bytes(), sum(s.nbytes for s in shards), plan.notes
-            )
+            result = PackResult(destination, len(plan.specs), source.total_bytes(), total, plan.notes)
             _write_card(source_folder, folder, src, config, plan, result)
             changes = {key: False for key in plan.config_changes}
             # Last, because loaders take a folder with a config.json for a model.

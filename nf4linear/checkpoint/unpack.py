@@ -83,7 +83,7 @@ def unpack_checkpoint(
         else:
             output = _synthesized(packed, dequantize, shard_bytes)
         total = sum(shard.nbytes for shard in output.shards)
-        with out.writing() as folder, Progress("Unpacking", total, progress) as bar:
+        with out.writing(total) as folder, Progress("Unpacking", total, progress) as bar:
             write_shards(out, output.shards, packed.checkpoint, bar)
             if output.index is None:
                 write_index(out, output.shards)

@@ -143,11 +143,12 @@ class OutputFolder:
             )
 
     @contextlib.contextmanager
-    def writing(self) -> Iterator[Path]:
-        """Give `partial` to fill; rename it to `dst` if the block ends well, keep it for the next run if not."""
+    def writing(self, nbytes: int) -> Iterator[Path]:
+        """Give `partial` to fill with about `nbytes`; rename it to `dst` if the block ends well, else keep it."""
         self.check_free()
         self.dst.parent.mkdir(parents=True, exist_ok=True)
         self._start()
+        self._check_space(nbytes)
         with self._locked():
             for leftover in self.partial.glob("*.tmp"):
                 leftover.unlink()
@@ -184,6 +185,14 @@ class OutputFolder:
         self.partial.mkdir(exist_ok=True)
         write_json(job, self._fingerprint)
         sync_folder(self.partial)
+
+    def _check_space(self, nbytes: int) -> None:
+        done = sum(path.stat().st_size for path in self.partial.glob("*.safetensors"))
+        free = shutil.disk_usage(self.partial).free
+        if nbytes - done > free:
+            raise CheckpointError(
+                f"{self.dst.parent}: {(nbytes - done) / 1e9:.2f} GB are to be written, {free / 1e9:.2f} GB are free"
+            )
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
