@@ -11,11 +11,11 @@ import bitsandbytes as bnb
 import pytest
 import torch
 import torch.nn.functional as F
-from operands import SPECS, fresh_weight, packed_weight, spec_id
 from torch import nn
 
 from nf4linear import NF4Linear, PackedLinear, W8Linear, reference
 from nf4linear.formats import EightBitSpec, FourBitSpec, WeightSpec
+from operands import SPECS, fresh_weight, packed_weight, spec_id
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Relative to the largest output: one rounding of the result, plus the order of summation.
@@ -251,7 +251,7 @@ def test_each_layer_owns_its_tables():
         assert getattr(first, name).data_ptr() != getattr(second, name).data_ptr()
 
 
-# ---- weight -------------------------------------------------------------------------------------------------------------
+# ---- weight ------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [make_nf4, make_w8])
@@ -261,7 +261,13 @@ def test_weight_reads_as_the_dequantized_tensor(make):
     assert (weight.dtype, weight.shape, weight.device) == (want.dtype, want.shape, want.device)
     assert isinstance(weight, torch.Tensor) and not weight.requires_grad and weight.numel() == want.numel()
     x = torch.randn(2, 128, dtype=torch.bfloat16)
-    for got in (weight + 0, weight.clone(), weight.to("cpu") * 1, copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+    for got in (
+        weight + 0,
+        weight.clone(),
+        weight.to("cpu") * 1,
+        copy.deepcopy(weight),
+        pickle.loads(pickle.dumps(weight)),
+    ):
         assert type(got) is torch.Tensor and torch.equal(got, want)
     assert torch.equal(F.linear(x, weight, layer.bias), F.linear(x, want, layer.bias))
     assert weight.float().tolist() == want.float().tolist() and repr(weight) == repr(want)
@@ -320,7 +326,7 @@ def test_compiles_whole():
         torch.testing.assert_close(compiled(x), block(x))
 
 
-# ---- from other layers ----------------------------------------------------------------------------------------------------
+# ---- from other layers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
