@@ -26,7 +26,11 @@ class DeviceBuffer {
     NF4L_CUDA(cudaMemcpy(data_, host.data(), bytes_, cudaMemcpyHostToDevice));
   }
   DeviceBuffer(DeviceBuffer&& other) noexcept : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
-  DeviceBuffer& operator=(DeviceBuffer&&) = delete;
+  DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    return *this;
+  }
   ~DeviceBuffer() { cudaFree(data_); }
 
   template <class T>

@@ -1,4 +1,4 @@
-// nf4l_lab: reads a weight file, runs one stage of the ladder on the GPU, times it and writes the dequantized weight.
+// nf4l_lab: reads a weight file, runs stages of the ladder on the GPU, times them and writes the dequantized weights.
 //
 // Needs neither torch nor Python: see CMakeLists.txt beside this and docs/dequantize.md.
 #include <stdlib.h>
@@ -18,23 +18,23 @@ namespace nf4l::lab {
 namespace {
 
 // The published protocol: the device is idle before each launch, and the inputs stay where the last launch left them.
-std::vector<float> time_idle(const Options& options, const DeviceWeight& weight, void* out, cudaStream_t stream) {
-  for (int i = 0; i < options.warmup; ++i) launch_stage(options.stage, weight, options.dtype, out, stream);
+std::vector<float> time_idle(const Options& options, const std::string& stage, const DeviceWeight& weight, void* out,
+                             cudaStream_t stream) {
+  for (int i = 0; i < options.warmup; ++i) launch_stage(stage, weight, options.dtype, out, stream);
   std::vector<float> ms;
   Event start, stop;
   for (int i = 0; i < options.repeats; ++i) {
     NF4L_CUDA(cudaDeviceSynchronize());
     start.record(stream);
-    launch_stage(options.stage, weight, options.dtype, out, stream);
+    launch_stage(stage, weight, options.dtype, out, stream);
     stop.record(stream);
     ms.push_back(stop.milliseconds_since(start));
   }
   return ms;
 }
 
-// Cold inputs: one graph walks over enough copies of the weight to exceed the L2 cache four times. All write one output,
-// as a framework's allocator would have it.
-std::vector<float> time_cold(const Options& options, const WeightFile& file, void* out, cudaStream_t stream) {
+// Enough copies of the weight to exceed the L2 cache four times.
+std::vector<DeviceWeight> cold_copies(const WeightFile& file) {
   int device = 0, l2_bytes = 0;
   NF4L_CUDA(cudaGetDevice(&device));
   NF4L_CUDA(cudaDeviceGetAttribute(&l2_bytes, cudaDevAttrL2CacheSize, device));
@@ -42,11 +42,16 @@ std::vector<float> time_cold(const Options& options, const WeightFile& file, voi
   copies.emplace_back(file);
   const size_t wanted = std::clamp<size_t>(4 * size_t(l2_bytes) / copies[0].input_bytes() + 1, 2, 64);
   while (copies.size() < wanted) copies.emplace_back(file);
+  return copies;
+}
 
+// Cold inputs: one graph walks over the copies. All write one output, as a framework's allocator would have it.
+std::vector<float> time_cold(const Options& options, const std::string& stage, const std::vector<DeviceWeight>& copies,
+                             void* out, cudaStream_t stream) {
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   NF4L_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (const DeviceWeight& weight : copies) launch_stage(options.stage, weight, options.dtype, out, stream);
+  for (const DeviceWeight& weight : copies) launch_stage(stage, weight, options.dtype, out, stream);
   NF4L_CUDA(cudaStreamEndCapture(stream, &graph));
   NF4L_CUDA(cudaGraphInstantiate(&replay, graph, 0));
   std::vector<float> ms;
@@ -74,21 +79,27 @@ void write_output(const std::string& path, const DeviceBuffer& out) {
 
 int run(const Options& options) {
   const WeightFile file = read_weight_file(options.input);
-  const DeviceWeight weight(file);
-  const DeviceBuffer out(size_t(weight.numel()) * (options.dtype == NF4L_F32 ? 4 : 2));
-  // NaN in every type: an element that no thread writes shows up in the comparison.
-  NF4L_CUDA(cudaMemset(out.as<void>(), 0xff, out.bytes()));
+  const bool cold = options.protocol == "cold" && options.repeats > 0;
+  std::vector<DeviceWeight> weights;
+  if (cold) weights = cold_copies(file);
+  else weights.emplace_back(file);
+  const DeviceBuffer out(size_t(file.numel()) * (options.dtype == NF4L_F32 ? 4 : 2));
   Stream stream;
-  launch_stage(options.stage, weight, options.dtype, out.as<void>(), stream);
-  NF4L_CUDA(cudaStreamSynchronize(stream));
-  if (!options.output.empty()) write_output(options.output, out);
+  for (const std::string& stage : options.stages) {
+    // NaN in every type: an element that no thread writes shows up in the comparison.
+    NF4L_CUDA(cudaMemset(out.as<void>(), 0xff, out.bytes()));
+    NF4L_CUDA(cudaDeviceSynchronize());
+    launch_stage(stage, weights[0], options.dtype, out.as<void>(), stream);
+    NF4L_CUDA(cudaStreamSynchronize(stream));
+    if (!options.output.empty()) write_output(options.output + "-" + stage + ".raw", out);
+    if (options.repeats == 0) continue;
 
-  if (options.repeats > 0) {
-    const std::vector<float> ms = options.protocol == "cold" ? time_cold(options, file, out.as<void>(), stream)
-                                                             : time_idle(options, weight, out.as<void>(), stream);
+    const std::vector<float> ms = cold ? time_cold(options, stage, weights, out.as<void>(), stream)
+                                       : time_idle(options, stage, weights[0], out.as<void>(), stream);
     // The bytes of the report: packed codes, block scales, both tables as they are in the file, output.
     const size_t bytes = file.payload_bytes() + out.bytes();
-    printf("%s\n", to_json(options.stage, options.dtype_name, options.protocol, ms.size(), bytes, summarize(ms, bytes)).c_str());
+    const Timing timing = summarize(ms, bytes);
+    printf("%s\n", to_json(stage, options.dtype_name, options.protocol, ms.size(), bytes, timing).c_str());
   }
   return 0;
 }

@@ -5,6 +5,7 @@
 #include <stdlib.h>
 
 #include <algorithm>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,15 +16,16 @@ namespace nf4l::lab {
 
 struct Options {
   std::string input, output;
-  std::string stage = "v4", dtype_name = "fp16", protocol = "idle";
+  std::vector<std::string> stages = {"v4"};
+  std::string dtype_name = "fp16", protocol = "idle";
   int dtype = NF4L_F16;
   int warmup = 20, repeats = 100;
 };
 
 constexpr char USAGE[] =
-    "usage: nf4l_lab FILE [--stage NAME] [--dtype fp32|fp16|bf16] [--warmup N] [--repeats N] [--protocol idle|cold]\n"
-    "                     [--output FILE]\n"
-    "FILE is written by `nf4linear lab generate`. Stages: ";
+    "usage: nf4l_lab FILE [--stages NAME,NAME,...] [--dtype fp32|fp16|bf16] [--warmup N] [--repeats N]\n"
+    "                     [--protocol idle|cold] [--output STEM]\n"
+    "FILE is written by `nf4linear lab generate`; each stage writes its output to STEM-<stage>.raw. Stages: ";
 
 inline int parse_count(const std::string& name, const std::string& text) {
   char* end = nullptr;
@@ -32,6 +34,17 @@ inline int parse_count(const std::string& name, const std::string& text) {
     throw std::runtime_error(name + " takes a number from 0 to 1000000, got '" + text + "'");
   }
   return int(value);
+}
+
+// Names between commas, each one of `known`.
+inline std::vector<std::string> parse_stages(const std::string& text, const std::vector<std::string>& known) {
+  std::vector<std::string> stages;
+  std::stringstream names(text);
+  for (std::string name; std::getline(names, name, ',');) {
+    if (std::find(known.begin(), known.end(), name) == known.end()) throw std::runtime_error("unknown stage '" + name + "'");
+    stages.push_back(name);
+  }
+  return stages;
 }
 
 inline int parse_dtype(const std::string& name) {
@@ -53,7 +66,7 @@ inline Options parse_options(int argc, char** argv, const std::vector<std::strin
     }
     if (i + 1 == argc) throw std::runtime_error(name + " takes a value");
     const std::string value = argv[++i];
-    if (name == "--stage") o.stage = value;
+    if (name == "--stages") o.stages = parse_stages(value, stages);
     else if (name == "--dtype") o.dtype_name = value;
     else if (name == "--protocol") o.protocol = value;
     else if (name == "--output") o.output = value;
@@ -67,9 +80,6 @@ inline Options parse_options(int argc, char** argv, const std::vector<std::strin
     throw std::runtime_error(usage);
   }
   o.dtype = parse_dtype(o.dtype_name);
-  if (std::find(stages.begin(), stages.end(), o.stage) == stages.end()) {
-    throw std::runtime_error("unknown stage '" + o.stage + "'");
-  }
   if (o.protocol != "idle" && o.protocol != "cold") {
     throw std::runtime_error("--protocol takes idle or cold, got '" + o.protocol + "'");
   }

@@ -32,6 +32,8 @@
 #include <string>
 #include <vector>
 
+#include "../portable/numeric16.h"
+
 namespace nf4l::lab {
 
 static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "fields are copied as they lie in the file: little-endian only");
@@ -66,15 +68,6 @@ struct DamagedFile : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-inline float half_to_float(uint16_t half) {
-  const uint32_t sign = uint32_t(half & 0x8000) << 16, exponent = half >> 10 & 0x1f, fraction = half & 0x3ff;
-  uint32_t bits = sign | (exponent + 112) << 23 | fraction << 13;
-  if (exponent == 31) bits = sign | 0x7f800000 | fraction << 13;
-  float value;
-  memcpy(&value, &bits, 4);
-  if (exponent == 0) value = (sign ? -1.0f : 1.0f) * float(fraction) / float(1 << 24);  // zero and subnormal halves
-  return value;
-}
 
 inline uint32_t crc32(const uint8_t* data, size_t size) {
   static const std::array<uint32_t, 256> table = [] {
@@ -145,7 +138,7 @@ inline std::vector<float> table(const uint8_t* data, size_t size, uint32_t type)
   for (size_t i = 0; type == TABLE_FLOAT16 && i < size; ++i) {
     uint16_t half;
     memcpy(&half, data + 2 * i, 2);
-    values[i] = half_to_float(half);
+    values[i] = portable::half_to_float(half);
   }
   return values;
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -36,24 +36,25 @@ def copy_ceiling() -> float:
     return 2 * source.numel() / ms / 1e6
 
 
-def stage_row(case: Case, folder: Path, stage: str, dtype: str, protocol: str, repeats: Repeats, ceiling: float) -> Row:
-    """One stage through the C++ program."""
-    times = program.run_stage(
-        program.find(folder), case.weight_path(folder), stage, dtype,
+def stage_rows(
+    case: Case, folder: Path, stages: Sequence[str], dtype: str, protocol: str, repeats: Repeats, ceiling: float
+) -> list[Row]:
+    """Stages through the C++ program."""
+    times = program.run_stages(
+        program.find(folder), case.weight_path(folder), stages, dtype,
         warmup=repeats.warmup, repeats=repeats.repeats, protocol=protocol,
     )  # fmt: skip
-    return _row(case, stage, dtype, protocol, asdict(times), ceiling)
+    return [_row(case, each.stage, dtype, protocol, asdict(each), ceiling) for each in times]
 
 
 def bitsandbytes_row(case: Case, folder: Path, dtype: str, protocol: str, repeats: Repeats, ceiling: float) -> Row:
     """bitsandbytes' dequantize_4bit of the same file, as Python calls it."""
     call = _BitsandbytesCall(weight_file.read(case.weight_path(folder)), DTYPES[dtype])
     ms = _cold_times(call, repeats) if protocol == "cold" else _idle_times(call, repeats)
-    lab = weight_file.HEADER.size
-    size = case.weight_path(folder).stat().st_size - lab + case.rows * case.columns * DTYPES[dtype].itemsize
+    payload = case.weight_path(folder).stat().st_size - weight_file.HEADER.size
     times = {
         "repeats": len(ms),
-        "bytes": size,
+        "bytes": payload + case.rows * case.columns * DTYPES[dtype].itemsize,
         "mean_ms": statistics.fmean(ms),
         "median_ms": statistics.median(ms),
         "min_ms": min(ms),

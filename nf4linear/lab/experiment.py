@@ -32,18 +32,18 @@ def correctness(
     """(Markdown table, names of the outputs that failed): every stage's output against the reference output."""
     built = program.find(folder)
     cells, failed = [], []
-    for case in cases:
-        generate.generate(case, folder, dtypes)
-        for dtype in dtypes:
-            wanted = generate.read_raw(case.reference_path(folder, dtype), case, dtype)
-            for stage in progress(program.STAGES, f"{case.name} {dtype}"):
-                output = folder / f"{case.name}-{stage}-{dtype}.raw"
-                program.run_stage(built, case.weight_path(folder), stage, dtype, output=output)
-                errors = verify.compare(generate.read_raw(output, case, dtype), wanted)
-                output.unlink()
-                if not errors.exact:
-                    failed.append(f"{stage} {dtype} {case.name}")
-                cells.append((f"{case.rows} x {case.columns}", dtype, stage, *errors.cells()))
+    for case, dtype in progress([(case, dtype) for case in cases for dtype in dtypes], "comparing"):
+        generate.generate(case, folder, (dtype,))
+        wanted = generate.read_raw(case.reference_path(folder, dtype), case, dtype)
+        stem = folder / f"{case.name}-{dtype}"
+        program.run_stages(built, case.weight_path(folder), program.STAGES, dtype, output=stem)
+        for stage in program.STAGES:
+            output = folder / f"{stem.name}-{stage}.raw"
+            errors = verify.compare(generate.read_raw(output, case, dtype), wanted)
+            output.unlink()
+            if not errors.exact:
+                failed.append(f"{stage} {dtype} {case.name}")
+            cells.append((f"{case.rows} x {case.columns}", dtype, stage, *errors.cells()))
     return tables.markdown(["shape", "dtype", "stage", *verify.HEADER], cells), failed
 
 
@@ -53,11 +53,9 @@ def ladder_rows(
     """Every stage, each optimisation alone and bitsandbytes, in each dtype and by both protocols."""
     generate.generate(case, folder, ())
     found = []
-    for dtype in dtypes:
-        for protocol in bench.PROTOCOLS:
-            for stage in progress(program.STAGES, f"ladder {dtype} {protocol}"):
-                found.append(bench.stage_row(case, folder, stage, dtype, protocol, times, ceiling))
-            found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
+    for dtype, protocol in progress([(d, p) for d in dtypes for p in bench.PROTOCOLS], "ladder"):
+        found += bench.stage_rows(case, folder, program.STAGES, dtype, protocol, times, ceiling)
+        found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
     return found
 
 
@@ -70,7 +68,7 @@ def sweep_rows(
         generate.generate(case, folder, ())
         for dtype in dtypes:
             for protocol in bench.PROTOCOLS:
-                found.append(bench.stage_row(case, folder, "v4", dtype, protocol, times, ceiling))
+                found += bench.stage_rows(case, folder, ("v4",), dtype, protocol, times, ceiling)
                 found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
     return found
 

@@ -45,7 +45,8 @@ def generate(case: Case, folder: Path, dtypes: tuple[str, ...]) -> dict[str, str
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     spec = FourBitSpec("nf4", case.rows, case.columns, case.blocksize)
-    weight = torch.randn(case.rows, case.columns, generator=torch.Generator().manual_seed(case.seed)).to(device)
+    generator = torch.Generator(device).manual_seed(case.seed)
+    weight = torch.randn(case.rows, case.columns, generator=generator, device=device)
     canonical, quantized_by, dequantize = _quantize(spec, weight)
     lab = weight_file.with_tables(spec, canonical, case.tables)
     weight_file.write(case.weight_path(folder), lab)

@@ -28,7 +28,7 @@ METRICS = (
 
 def command(program: Path, weight: Path, stage: str, dtype: str) -> list[str]:
     """The ncu command of one stage; clocks are left as they are found."""
-    run = [str(program), str(weight), "--stage", stage, "--dtype", dtype, "--repeats", "0"]
+    run = [str(program), str(weight), "--stages", stage, "--dtype", dtype, "--repeats", "0"]
     return ["ncu", "--clock-control", "none", "--csv", "--metrics", ",".join(METRICS), *run]
 
 

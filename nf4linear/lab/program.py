@@ -1,10 +1,11 @@
-"""The stand-alone C++ program (csrc/lab): build it with CMake, run one stage of one file."""
+"""The stand-alone C++ program (csrc/lab): build it with CMake, run stages on a file."""
 
 from __future__ import annotations
 
 import json
 import shutil
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,24 +61,24 @@ def find(folder: Path) -> Path:
     return program
 
 
-def run_stage(
+def run_stages(
     program: Path,
     weight: Path,
-    stage: str,
+    stages: Sequence[str],
     dtype: str,
     *,
     warmup: int = 20,
     repeats: int = 0,
     protocol: str = "idle",
     output: Path | None = None,
-) -> Timing | None:
-    """Run one stage; times it when `repeats` > 0 and writes the dequantized weight when `output` is given."""
-    options = ["--stage", stage, "--dtype", dtype, "--protocol", protocol]
+) -> list[Timing]:
+    """Run stages of one file: times of each when `repeats` > 0, outputs to `output`-<stage>.raw when it is given."""
+    options = ["--stages", ",".join(stages), "--dtype", dtype, "--protocol", protocol]
     options += ["--warmup", str(warmup), "--repeats", str(repeats)]
     if output is not None:
         options += ["--output", str(output)]
-    text = _run([str(program), str(weight), *options])
-    return Timing(**json.loads(text)) if repeats else None
+    lines = _run([str(program), str(weight), *options]).splitlines()
+    return [Timing(**json.loads(line)) for line in lines]
 
 
 def _run(command: list[str]) -> str:

@@ -1,0 +1,5 @@
+// Iluvatar CoreX: clang++ with the cuda* runtime in compatibility mode.
+#include <cuda_runtime.h>
+
+#define GPU(name) cuda##name
+#include "../program.h"
