@@ -26,7 +26,7 @@ struct Nf4 {
   }
 };
 
-// e2m1 scaled to 1; the sign is the high bit.
+// e2m1 scaled to 1; the sign is the high bit, and code 8 is minus zero.
 struct Fp4 {
   static constexpr int FORMAT = NF4L_FP4;
   static constexpr int ZERO_CODE = 0;
@@ -35,7 +35,7 @@ struct Fp4 {
         0.0f, 0.0052083334885537624f, 0.6666666865348816f, 1.0f,
         0.3333333432674408f, 0.5f, 0.1666666716337204f, 0.25f,
     };
-    return code & 7 ? (code & 8 ? -magnitude[code & 7] : magnitude[code & 7]) : 0.0f;
+    return code & 8 ? -magnitude[code & 7] : magnitude[code & 7];
   }
 };
 

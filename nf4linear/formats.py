@@ -46,6 +46,7 @@ class IntegerFormat:
 
 
 # The centroids are bitsandbytes' own, exact in float32 (QLoRA, arXiv 2305.14314, appendix E; FP4 is e2m1 scaled to 1).
+# FP4's code 8 is minus zero, as bitsandbytes' CUDA kernels decode it; its published table has plain zero there.
 NF4 = CodebookFormat(
     "nf4",
     (
@@ -61,7 +62,7 @@ FP4 = CodebookFormat(
     (
         0.0, 0.0052083334885537624, 0.6666666865348816, 1.0,
         0.3333333432674408, 0.5, 0.1666666716337204, 0.25,
-        0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
+        -0.0, -0.0052083334885537624, -0.6666666865348816, -1.0,
         -0.3333333432674408, -0.5, -0.1666666716337204, -0.25,
     ),
     zero_code=0,

@@ -29,14 +29,17 @@ def spec_id(spec: WeightSpec) -> str:
 
 
 def fresh_weight(spec: WeightSpec, seed: int = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """Canonical tensors of a random weight whose rows differ in size."""
+    """Canonical tensors of a random weight whose rows differ in size; its first codes are every byte there is."""
     generator = torch.Generator().manual_seed(seed)
     rows = torch.rand(spec.n, 1, generator=generator) + 0.1
     weight = torch.randn(spec.n, spec.k, generator=generator) * rows
     if spec.format == "w8_u8":  # nothing quantizes to it: take any bytes
         codes = torch.randint(0, 256, (spec.n, spec.k), dtype=torch.uint8, generator=generator)
         return {"codes": codes.to(device), "scale": rows.view(-1).to(device)}
-    return {name: tensor.to(device) for name, tensor in reference.quantize(spec, weight).items()}
+    canonical = reference.quantize(spec, weight)
+    every_byte = torch.arange(min(256, canonical["codes"].numel())).to(torch.uint8)
+    canonical["codes"].view(-1).view(torch.uint8)[: every_byte.numel()] = every_byte
+    return {name: tensor.to(device) for name, tensor in canonical.items()}
 
 
 def operands(spec: WeightSpec, packed: dict[str, torch.Tensor]) -> tuple:
@@ -53,3 +56,8 @@ def geometry(spec: WeightSpec) -> tuple[str, int, int, int]:
 
 def packed_weight(spec: WeightSpec, seed: int = 0, device: str = "cpu") -> dict[str, torch.Tensor]:
     return reorder.pack(spec, fresh_weight(spec, seed, device))
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal down to the sign of zero."""
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))

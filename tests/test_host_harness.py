@@ -44,7 +44,6 @@ def bits(value: float) -> int:
 
 @pytest.mark.parametrize("name", ["nf4", "fp4"])
 def test_codebooks(ask, name):
-    # -0.0 and 0.0 of FP4's two zero codes are the same weight and the same bits.
     assert ask(name) == [bits(value) for value in FORMATS[name].code]
 
 
