@@ -12,8 +12,17 @@ import pytest
 import torch
 from bitsandbytes.functional import QuantState
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    AutoModelForCausalLM,
+    CLIPVisionConfig,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+)
 
+import nf4linear  # noqa: F401 - registers the packed format
 from checkpoints import INT8, NF4, ODD, Q_PROJ, TILED, edit, edit_json, files, save_bnb, save_plain, tensors
 from nf4linear import reference, reorder
 from nf4linear.checkpoint import (
@@ -338,6 +347,40 @@ def test_conv1d_weights_are_transposed(tmp_path):
     unpack(tmp_path / "packed", tmp_path / "back", dequantize="float32")
     loaded = GPT2LMHeadModel.from_pretrained(tmp_path / "back").transformer.h[0].attn.c_attn.weight
     torch.testing.assert_close(loaded.detach(), weight, rtol=0, atol=weight.abs().max().item() / 4)
+
+
+@pytest.mark.parametrize("lm_head", [None, "w8"])
+def test_modules_with_other_names_than_their_keys(lm_head, tmp_path):
+    """Vision-language checkpoints: transformers renames keys while loading, and config.json must name the modules."""
+    torch.manual_seed(0)
+    sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=2)
+    text = LlamaConfig(**sizes, num_key_value_heads=1, vocab_size=64, head_dim=32)
+    vision = CLIPVisionConfig(**sizes, image_size=28, patch_size=14, projection_dim=64)
+    model = LlavaForConditionalGeneration(LlavaConfig(text_config=text, vision_config=vision)).to(torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    assert "language_model.lm_head.weight" in tensors(tmp_path / "plain"), "the case this test is for"
+    pack(tmp_path / "plain", tmp_path / "packed", lm_head=lm_head)
+    unpack(tmp_path / "packed", tmp_path / "bnb")
+    pack(tmp_path / "bnb", tmp_path / "again")
+    first, again = tensors(tmp_path / "packed"), tensors(tmp_path / "again")
+    for key in again:
+        if not key.startswith("language_model.lm_head."):
+            assert torch.equal(first[key], again[key]), key
+    config = json.loads((tmp_path / "again" / "config.json").read_text())["quantization_config"]
+    assert config["modules_to_not_convert"] == ["lm_head"]
+    ids = torch.arange(8)[None]
+    logits = [
+        LlavaForConditionalGeneration.from_pretrained(tmp_path / name)(ids).logits.float() for name in ("packed", "bnb")
+    ]
+    torch.testing.assert_close(*logits, rtol=0, atol=0.05 * logits[0].abs().max().item())
+
+
+def test_a_folder_saved_by_transformers_still_unpacks_byte_for_byte(nf4, tmp_path):
+    pack(nf4, tmp_path / "packed")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path / "saved")
+    validate_packed(tmp_path / "saved")
+    assert unpack(tmp_path / "saved", tmp_path / "back").exact
+    assert files(tmp_path / "back")["model.safetensors"] == files(nf4)["model.safetensors"]
 
 
 def test_one_layer_at_a_time_is_in_memory(tmp_path, monkeypatch):

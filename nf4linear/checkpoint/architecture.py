@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,6 +28,7 @@ class Architecture:
     skipped: dict[str, str]
     unmatched: list[str]
     modules: frozenset[str]
+    rename: Callable[[str], str]  # from the name of a layer in checkpoints to the name of its module
     head: str | None  # the output embedding, if it is a linear layer
     head_tied_to: str | None  # the module whose weight a tied head shares
     expert_parameters: int  # in fused 3-D expert weights, which are no linear layers
@@ -48,6 +50,7 @@ def read_architecture(folder: Path, skip: tuple[str, ...] = ()) -> Architecture:
         skipped=selection.skipped,
         unmatched=selection.unmatched,
         modules=frozenset(names.values()),
+        rename=_renaming(model),
         head=head if head in modules else None,
         head_tied_to=names.get(id(model.get_input_embeddings())) if tied else None,
         expert_parameters=sum(p.numel() for p in model.parameters() if p.dim() == 3),
@@ -57,6 +60,31 @@ def read_architecture(folder: Path, skip: tuple[str, ...] = ()) -> Architecture:
 def _out_in(layer: nn.Module, transposed: bool) -> tuple[int, int]:
     rows, columns = layer.weight.shape
     return (columns, rows) if transposed else (rows, columns)
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """How transformers finds the module of a checkpoint key: its renaming rules, then the base model's prefix."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightRenaming
+
+        rules = [rule for rule in get_model_conversion_mapping(model) if isinstance(rule, WeightRenaming)]
+    except (ImportError, AttributeError):  # transformers 4 renames inside from_pretrained
+        rules = []
+    modules = {name for name, _ in model.named_modules()}
+    prefix = getattr(model, "base_model_prefix", "") + "."
+
+    def rename(layer: str) -> str:
+        if layer in modules:
+            return layer
+        key = layer + ".weight"
+        for rule in rules:
+            key, _ = rule.rename_source_key(key)
+        renamed = key.removesuffix(".weight")
+        candidates = (renamed, prefix + renamed, renamed.removeprefix(prefix))
+        return next((name for name in candidates if name in modules), layer)
+
+    return rename
 
 
 def _build_on_meta(folder: Path) -> nn.Module:

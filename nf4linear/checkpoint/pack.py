@@ -77,7 +77,7 @@ def pack_checkpoint(
             write_shards(out, shards, source, bar)
             write_index(out, shards)
             copy_small_files(source_folder, folder, card=("README.md", SOURCE_CARD))
-            quantization = make_config(plan.specs, plan.not_converted, plugin_version())
+            quantization = make_config(plan.module_specs(), plan.not_converted, plugin_version())
             write_json(folder / SOURCE_FILE, _source_record(source, config, plan).to_json())
             result = PackResult(destination, len(plan.specs), source.total_bytes(), total, plan.notes)
             _write_card(source_folder, folder, src, config, plan, result)

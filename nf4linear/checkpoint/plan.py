@@ -13,7 +13,7 @@ from torch import Tensor
 from .. import reference, reorder
 from ..formats import EightBitSpec, FourBitSpec, WeightSpec
 from . import bnb_keys
-from .architecture import read_architecture
+from .architecture import Architecture, read_architecture
 from .packed import QUANT_METHOD
 from .shard_plan import Unit, stored
 from .shards import DTYPE_NAMES, Checkpoint, CheckpointError
@@ -59,13 +59,18 @@ class Plan:
     """Everything decided before the first byte is written."""
 
     source_format: str
-    specs: dict[str, WeightSpec] = field(default_factory=dict)
+    specs: dict[str, WeightSpec] = field(default_factory=dict)  # by name in the checkpoint, as all names here but two
+    modules: dict[str, str] = field(default_factory=dict)  # layers whose module has another name -> that name
     units: list[Unit] = field(default_factory=list)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)  # source keys that live on inside packed layers
-    not_converted: list[str] = field(default_factory=list)
+    not_converted: list[str] = field(default_factory=list)  # names of modules
     config_changes: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def module_specs(self) -> dict[str, WeightSpec]:
+        """Specs by every name a reader may ask for: that of the keys and that of the module."""
+        return self.specs | {module: self.specs[name] for name, module in self.modules.items()}
 
     def add(self, name: str, spec: WeightSpec, record: dict[str, Any], produce: Any) -> None:
         outputs = {
@@ -96,6 +101,8 @@ def make_plan(source: Checkpoint, config: dict[str, Any], options: PackOptions) 
     plan = _plan_bnb(source, layers, options) if layers else _plan_plain(source, options)
     if options.lm_head:
         _plan_head(source, config, plan)
+    for name, module in plan.modules.items():
+        plan.records[name]["module"] = module
     return plan
 
 
@@ -109,7 +116,7 @@ def _plan_bnb(source: Checkpoint, layers: dict[str, bnb_keys.BnbLayer], options:
     for name, layer in layers.items():
         plan.add(name, layer.spec, bnb_keys.record(source, layer), functools.partial(_pack_bnb, source, layer))
         plan.replaced |= set(layer.keys)
-    plan.not_converted = _unquantized(source, set(layers), plan.notes)
+    _find_unquantized(source, plan)
     narrow = [name for name, layer in layers.items() if bnb_keys.nested_dtype_is_narrow(layer)]
     if narrow:
         plan.notes.append(
@@ -119,20 +126,24 @@ def _plan_bnb(source: Checkpoint, layers: dict[str, bnb_keys.BnbLayer], options:
     return plan
 
 
-def _unquantized(source: Checkpoint, quantized: set[str], notes: list[str]) -> list[str]:
-    """Names of the linear layers a bitsandbytes checkpoint left alone, by the architecture or else by the keys."""
+def _find_unquantized(source: Checkpoint, plan: Plan) -> None:
+    """Note the linear layers that a bitsandbytes checkpoint left alone, by the architecture or else by the keys."""
     try:
         architecture = read_architecture(source.folder)
     except CheckpointError as error:
-        notes.append(f"layers left in 16 bit were told by their keys alone: {error}")
+        plan.notes.append(f"layers left in 16 bit were told by their keys alone: {error}")
         weights = [key.removesuffix(".weight") for key in source if key.endswith(".weight")]
-        return sorted({name for name in weights if len(source.entry(name + ".weight").shape) == 2} - quantized)
-    if strangers := sorted(quantized - set(architecture.shapes)):
-        notes.append(
+        two_dimensional = {name for name in weights if len(source.entry(name + ".weight").shape) == 2}
+        plan.not_converted = sorted(two_dimensional - set(plan.specs))
+        return
+    modules = {name: architecture.rename(name) for name in plan.specs}
+    plan.modules = {name: module for name, module in modules.items() if module != name}
+    if strangers := sorted(set(modules.values()) - set(architecture.shapes)):
+        plan.notes.append(
             f"{len(strangers)} quantized layers are no linear layer of the model as this transformers builds it "
             f"(for example {strangers[0]}); they are packed, but loading may not find them"
         )
-    return sorted(set(architecture.shapes) - quantized)
+    plan.not_converted = sorted(set(architecture.shapes) - set(modules.values()))
 
 
 def _pack_bnb(source: Checkpoint, layer: bnb_keys.BnbLayer) -> Iterator[tuple[str, Tensor]]:
@@ -152,13 +163,15 @@ def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
         close = difflib.get_close_matches(entry, sorted(parts | architecture.modules), n=3)
         raise ValueError(f"skip: {entry!r} names no module of the model; close to it: {close or 'nothing'}")
     absent = []
-    for name, (n, k) in architecture.shapes.items():
-        key = name + ".weight"
-        if name in architecture.skipped or key not in source:
-            plan.not_converted.append(name)
-            absent += [name] * (name not in architecture.skipped)
-        else:
-            _plan_quantized(source, plan, name, key, options.spec(n, k), transposed=name in architecture.conv1d)
+    stored_as = _stored_names(source, architecture)
+    for module, (n, k) in architecture.shapes.items():
+        if module in architecture.skipped or module not in stored_as:
+            plan.not_converted.append(module)
+            absent += [module] * (module not in architecture.skipped)
+            continue
+        name = stored_as[module]
+        plan.modules |= {name: module} if name != module else {}
+        _plan_quantized(source, plan, name, f"{name}.weight", options.spec(n, k), module in architecture.conv1d)
     if absent:
         plan.notes.append(
             f"{len(absent)} linear layers have no key of their name and stay as they are: {absent[0]}, ..."
@@ -170,6 +183,12 @@ def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
             f"{source.folder}: no linear layer to quantize. {'; '.join(plan.notes) or 'All are skipped'}"
         )
     return plan
+
+
+def _stored_names(source: Checkpoint, architecture: Architecture) -> dict[str, str]:
+    """Module name -> the name its weight has in the checkpoint."""
+    names = [key.removesuffix(".weight") for key in source if key.endswith(".weight")]
+    return {architecture.rename(name): name for name in names}
 
 
 def _plan_quantized(
@@ -204,24 +223,23 @@ def _quantize(
 def _plan_head(source: Checkpoint, config: dict[str, Any], plan: Plan) -> None:
     """Quantize the output head to 8 bit; of a tied head the embedding stays and the head gets codes of its own."""
     architecture = read_architecture(source.folder)
-    head = architecture.head
+    head, tied_to = architecture.head, architecture.head_tied_to
     if head is None:
-        raise CheckpointError(f"{source.folder}: the model has no Linear output head for lm_head='w8'")
-    if head in plan.specs:
+        raise CheckpointError(f"{source.folder}: the model has no linear output head for lm_head='w8'")
+    stored_as = _stored_names(source, architecture)
+    if head in {plan.modules.get(name, name) for name in plan.specs}:
         raise CheckpointError(f"{source.folder}: the output head {head!r} is quantized already")
+    # A tied weight may be saved under either name.
+    name = next((stored_as[module] for module in (tied_to, head) if module in stored_as), None)
+    if name is None:
+        raise CheckpointError(f"{source.folder}: the weight of the output head {head!r} is missing")
+    own_name = head if tied_to is not None else name
     spec = EightBitSpec("w8_s8", *architecture.shapes[head])
-    tied_to = architecture.head_tied_to
-    key = f"{tied_to or head}.weight"
-    if key not in source:
-        key = f"{head}.weight"  # tied models may be saved under the head's name
-    if key not in source:
-        raise CheckpointError(
-            f"{source.folder}: key {key!r} of the output head is missing; the checkpoint is incomplete"
-        )
-    _plan_quantized(source, plan, head, key, spec)
-    plan.not_converted = [name for name in plan.not_converted if name != head]
+    _plan_quantized(source, plan, own_name, f"{name}.weight", spec)
+    plan.modules |= {own_name: head} if own_name != head else {}
+    plan.not_converted = [module for module in plan.not_converted if module != head]
     if tied_to is not None:
-        plan.replaced.discard(key)
-        plan.records[head]["untied"] = True
+        plan.replaced.discard(f"{name}.weight")
+        plan.records[own_name]["untied"] = True
         plan.config_changes["tie_word_embeddings"] = config.get("tie_word_embeddings")
         plan.notes.append(f"{head} was tied to {tied_to}; it is now a layer of its own and the config says so")

@@ -195,7 +195,10 @@ class Checkpoint:
             raise CheckpointError(f"{self.locate(key)} has dtype {entry.dtype}, which nf4linear cannot compute with")
         if entry.nbytes == 0:
             return torch.empty(entry.shape, dtype=entry.torch_dtype)
-        data = bytearray(b"".join(self.chunks(key)))
+        data, position = bytearray(entry.nbytes), 0
+        for chunk in self.chunks(key):
+            data[position : position + len(chunk)] = chunk
+            position += len(chunk)
         return torch.frombuffer(data, dtype=torch.uint8).view(entry.torch_dtype).view(entry.shape)
 
     def chunks(self, key: str) -> Iterator[bytes]:

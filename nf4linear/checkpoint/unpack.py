@@ -214,7 +214,7 @@ def _synthesized(packed: PackedFolder, dequantize: str | None, shard_bytes: int)
         shape = (spec.k, spec.n) if transposed else (spec.n, spec.k)
         outputs = {name + ".weight": stored(DTYPE_NAMES[dtype], shape)}
         units.append(Unit(name, outputs, functools.partial(_dequantized, packed, name, dtype, transposed)))
-        plain.append(name)
+        plain.append(records.get(name, {}).get("module", name))
     units += [copied(packed.checkpoint, key) for key in packed.checkpoint if not packed.is_packed_key(key)]
     config = None
     if kept:
