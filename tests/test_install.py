@@ -13,7 +13,8 @@ import pytest
 pytest.importorskip("scikit_build_core", reason="scikit-build-core (dev extra) is not installed")
 
 ROOT = Path(__file__).parents[1]
-CMAKE = shutil.which("cmake")
+TOOLS = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # wheels bring cmake and ninja too
+CMAKE = shutil.which("cmake", path=TOOLS)
 pytestmark = pytest.mark.skipif(CMAKE is None, reason="no cmake")
 
 USE = """
@@ -51,7 +52,7 @@ def bare(tmp_path_factory) -> dict[str, str]:
     """An environment whose PATH holds cmake and ninja, and neither a C++ compiler nor nvcc."""
     folder = tmp_path_factory.mktemp("bare")
     for tool in ("cmake", "ninja", "make"):
-        if found := shutil.which(tool):
+        if found := shutil.which(tool, path=TOOLS):
             (folder / tool).symlink_to(found)
     return environment(PATH=str(folder))
 
