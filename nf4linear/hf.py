@@ -223,3 +223,6 @@ def register() -> None:
 
     AUTO_QUANTIZATION_CONFIG_MAPPING.setdefault(QUANT_METHOD, NF4LinearConfig)
     AUTO_QUANTIZER_MAPPING.setdefault(QUANT_METHOD, NF4LinearQuantizer)
+
+
+register()

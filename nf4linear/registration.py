@@ -7,6 +7,7 @@ finder waits for the module that every from_pretrained needs, registers right af
 
 from __future__ import annotations
 
+import importlib
 import importlib.abc
 import importlib.util
 import sys
@@ -26,9 +27,7 @@ def register_with_transformers() -> None:
 
 
 def _register() -> None:
-    from .hf import register
-
-    register()
+    importlib.import_module(".hf", __package__)  # registers at its end
 
 
 class _Waiter(importlib.abc.MetaPathFinder):
