@@ -34,6 +34,11 @@ class CodebookFormat:
     code: tuple[float, ...]
     zero_code: int  # the code of 0.0, which fills padding rows
 
+    def matches(self, code: torch.Tensor) -> bool:
+        """Whether float32 `code` [16] is this table, or this table rounded to a 16-bit type."""
+        table = torch.tensor(self.code, dtype=torch.float32, device=code.device)
+        return any(torch.equal(code, table.to(t).float()) for t in (torch.float32, torch.bfloat16, torch.float16))
+
 
 @dataclass(frozen=True)
 class IntegerFormat:

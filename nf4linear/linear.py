@@ -296,9 +296,7 @@ def check_tables(spec: WeightSpec, tensors: Mapping[str, Tensor], where: str) ->
     """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and `nested_offset` is finite."""
     if isinstance(spec, EightBitSpec) or tensors["code"].is_meta:
         return
-    table = torch.tensor(spec.codebook.code, dtype=torch.float32)
-    code = tensors["code"].cpu()
-    if not any(torch.equal(code, table.to(dtype).float()) for dtype in ops.FLOAT_DTYPES):
+    if not spec.codebook.matches(tensors["code"]):
         raise ValueError(f"{where}: tensor 'code' is not the {spec.format} table; the format or the file is wrong")
     if spec.double_quant and not tensors["nested_offset"].isfinite():
         raise ValueError(f"{where}: tensor 'nested_offset' is {tensors['nested_offset'].item()}; the file is damaged")

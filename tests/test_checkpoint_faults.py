@@ -325,6 +325,19 @@ def test_nothing_is_overwritten_without_force(good, tmp_path):
     assert sorted(os.listdir(tmp_path)) == ["packed"]
 
 
+@pytest.mark.parametrize("file", ["thesis.txt", ".git/config"])
+def test_force_replaces_models_only(file, good, tmp_path):
+    dst = tmp_path / "dst"
+    (dst / file).parent.mkdir(parents=True)
+    (dst / file).write_text("years of work")
+    if file == ".git/config":
+        (dst / "config.json").write_text("{}")
+    before = files(dst)
+    with pytest.raises(CheckpointError, match="not replaced even with --force"):
+        pack_checkpoint(good["nf4"], dst, progress=False, force=True)
+    assert files(dst) == before
+
+
 def test_source_and_destination_must_be_apart(good, tmp_path):
     src = shutil.copytree(good["nf4"], tmp_path / "src")
     link = tmp_path / "link"
@@ -358,6 +371,8 @@ def test_an_interrupted_run_leaves_nothing_finished_and_goes_on(error, good, tmp
         pack_checkpoint(good["nf4"], tmp_path / "packed", progress=False, max_shard_size="9KB")
     assert not (tmp_path / "packed").exists()
     partial = tmp_path / ".packed.nf4linear-partial"
+    with pytest.raises(CheckpointError, match="is an unfinished run"):
+        describe(partial)
     finished = {path: path.stat().st_ino for path in partial.glob("*.safetensors")}
     assert finished and not list(partial.glob("*.tmp")) and not (partial / "config.json").exists()
     pack_checkpoint(good["nf4"], tmp_path / "packed", progress=False, max_shard_size="9KB")

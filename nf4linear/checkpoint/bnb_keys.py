@@ -22,7 +22,6 @@ from torch import Tensor
 
 from ..formats import FORMATS as WEIGHT_FORMATS
 from ..formats import NESTED_BLOCKSIZE, CodebookFormat, EightBitSpec, FourBitSpec, WeightSpec
-from .packed import check_code
 from .shards import DTYPE_NAMES, TORCH_DTYPES, Checkpoint, CheckpointError
 
 _STATE = ".weight.quant_state.bitsandbytes__"
@@ -198,7 +197,11 @@ def read_canonical(checkpoint: Checkpoint, layer: BnbLayer) -> dict[str, Tensor]
         canonical["absmax"] = _finite(checkpoint, layer.name + _STATISTICS["absmax"])
     code_key = layer.name + _STATISTICS["code"]
     canonical["code"] = checkpoint.tensor(code_key).to(torch.float32)
-    check_code(layer.spec, canonical["code"], f"{checkpoint.locate(code_key)} of layer {layer.name!r}")
+    if not layer.spec.codebook.matches(canonical["code"]):
+        raise CheckpointError(
+            f"{checkpoint.locate(code_key)} of layer {layer.name!r} is not the {layer.spec.format} table; "
+            "the codes would mean other values"
+        )
     return canonical
 
 

@@ -50,12 +50,12 @@ def describe(path: str | Path) -> Description:
     folder = Path(path).expanduser()
     if not folder.is_dir():
         raise CheckpointError(f"{path}: is not a folder; give the folder of a model")
+    if (folder / JOB_FILE).is_file() and folder.name.startswith("."):
+        raise CheckpointError(f"{path}: is an unfinished run; start its command again to finish it")
     config = read_json(folder / "config.json")
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
     result = Description(str(folder), "plain", ", ".join(config.get("architectures") or ["unknown"]))
-    if (folder / JOB_FILE).is_file() and folder.name.startswith("."):
-        result.problems.append(f"{folder}: is an unfinished run; start its command again to finish it")
     if method == QUANT_METHOD:
         _describe_packed(folder, config, result)
     else:

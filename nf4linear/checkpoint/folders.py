@@ -11,13 +11,14 @@ from typing import Any
 from ..formats import FORMAT_VERSION
 from .packed import SOURCE_FILE
 from .shards import INDEX_FILE, Checkpoint, CheckpointError
+from .writer import JOB_FILE
 
 SOURCE_CARD = "README.source.md"
 # Weights in any form, which are never copied: pack rewrites the safetensors and does not touch the others.
 _WEIGHT_SUFFIXES = {
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf", ".ot", ".npz",
 }  # fmt: skip
-_WRITTEN = {"config.json", "README.md", INDEX_FILE, SOURCE_FILE}
+_WRITTEN = {"config.json", "README.md", INDEX_FILE, SOURCE_FILE, JOB_FILE}
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken"]
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 

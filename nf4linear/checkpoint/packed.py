@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import FORMAT_VERSION, FourBitSpec, TensorSpec, WeightSpec, spec_from_config
+from ..formats import FORMAT_VERSION, TensorSpec, WeightSpec, spec_from_config
 from .shards import DTYPE_NAMES, Checkpoint, CheckpointError, read_json
 
 QUANT_METHOD = "nf4linear"
@@ -243,11 +243,3 @@ def validate_packed(folder: str | Path, shapes: Mapping[str, tuple[int, int]] | 
     """
     with PackedFolder(Path(folder), shapes) as packed:
         packed.check()
-
-
-def check_code(spec: FourBitSpec, code: Tensor, where: str) -> None:
-    """Raise CheckpointError unless `code` is the table of the format, or that table rounded to a 16-bit type."""
-    table = torch.tensor(spec.codebook.code, dtype=torch.float32)
-    roundings = (table, table.to(torch.bfloat16).float(), table.to(torch.float16).float())
-    if not any(torch.equal(code, rounded) for rounded in roundings):
-        raise CheckpointError(f"{where} is not the {spec.format} table; the codes would mean other values")

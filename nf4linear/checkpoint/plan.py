@@ -136,6 +136,7 @@ def _find_unquantized(source: Checkpoint, plan: Plan) -> None:
         two_dimensional = {name for name in weights if len(source.entry(name + ".weight").shape) == 2}
         plan.not_converted = sorted(two_dimensional - set(plan.specs))
         return
+    _note_experts(plan, architecture)
     modules = {name: architecture.rename(name) for name in plan.specs}
     plan.modules = {name: module for name, module in modules.items() if module != name}
     if strangers := sorted(set(modules.values()) - set(architecture.shapes)):
@@ -176,13 +177,17 @@ def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
         plan.notes.append(
             f"{len(absent)} linear layers have no key of their name and stay as they are: {absent[0]}, ..."
         )
-    if architecture.expert_parameters:
-        plan.notes.append(f"{architecture.expert_parameters:,} parameters in fused expert weights stay in 16 bit")
+    _note_experts(plan, architecture)
     if not plan.specs:
         raise CheckpointError(
             f"{source.folder}: no linear layer to quantize. {'; '.join(plan.notes) or 'All are skipped'}"
         )
     return plan
+
+
+def _note_experts(plan: Plan, architecture: Architecture) -> None:
+    if architecture.expert_parameters:
+        plan.notes.append(f"{architecture.expert_parameters:,} parameters in fused expert weights stay as they are")
 
 
 def _stored_names(source: Checkpoint, architecture: Architecture) -> dict[str, str]:

@@ -16,7 +16,7 @@ from ..formats import EightBitSpec, FourBitSpec, WeightSpec
 from . import bnb_keys
 from .architecture import read_architecture
 from .folders import SOURCE_CARD, check_apart, copy_small_files, parse_size, source_fingerprint
-from .packed import SOURCE_FILE, PackedFolder, SourceRecord, check_code, parse_config
+from .packed import SOURCE_FILE, PackedFolder, SourceRecord, parse_config
 from .progress import Progress
 from .shard_plan import ShardPlan, Stored, Unit, copied, plan_shards, stored, write_index, write_shards
 from .shards import DTYPE_NAMES, INDEX_FILE, TORCH_DTYPES, CheckpointError, read_json
@@ -163,8 +163,8 @@ def _canonical(packed: PackedFolder, name: str, spec: WeightSpec) -> dict[str, T
         canonical = reorder.unpack(spec, packed.tensors(name), where)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if isinstance(spec, FourBitSpec):
-        check_code(spec, canonical["code"], packed.checkpoint.locate(name + ".code"))
+    if isinstance(spec, FourBitSpec) and not spec.codebook.matches(canonical["code"]):
+        raise CheckpointError(f"{packed.checkpoint.locate(name + '.code')} is not the {spec.format} table")
     return canonical
 
 

@@ -137,9 +137,14 @@ class OutputFolder:
             raise CheckpointError(f"{self.dst}: is a mount point and cannot appear all at once; give a folder in it")
         if self.dst.exists() and not self.dst.is_dir():
             raise CheckpointError(f"{self.dst}: is a file; give a folder that does not exist yet")
-        if self.dst.is_dir() and any(self.dst.iterdir()) and not self._force:
+        if not self.dst.is_dir() or not any(self.dst.iterdir()):
+            return
+        if not self._force:
+            raise CheckpointError(f"{self.dst}: exists and is not empty; choose another folder, or use --force")
+        if not (self.dst / "config.json").is_file() or (self.dst / ".git").exists():
             raise CheckpointError(
-                f"{self.dst}: exists and is not empty; choose another folder, or --force to replace it"
+                f"{self.dst}: is not just a model's folder (no config.json, or a git repository) and is not replaced "
+                "even with --force; choose another folder, or remove it yourself"
             )
 
     @contextlib.contextmanager
