@@ -14,18 +14,9 @@ inline constexpr float BF16_FACTOR<Nf4> = 1.4370059967041016f;
 template <>
 inline constexpr float BF16_FACTOR<Fp4> = 3.0f;  // multiples of 1/192 become exact
 
-// Bits of the bfloat16 nearest to a normal or zero value, at compile time.
 constexpr uint16_t nearest_bf16(float value) {
-  if (value == 0.0f) return 0;
-  float magnitude = value < 0.0f ? -value : value;
-  int exponent = 127 + 7;
-  for (; magnitude < 128.0f; magnitude *= 2.0f) --exponent;
-  for (; magnitude >= 256.0f; magnitude *= 0.5f) ++exponent;
-  const int down = static_cast<int>(magnitude);
-  const float rest = magnitude - static_cast<float>(down);
-  const int mantissa = down + (rest > 0.5f || (rest == 0.5f && down % 2 == 1));
-  // A carry out of the mantissa (256) moves into the exponent by itself.
-  return static_cast<uint16_t>((value < 0.0f ? 0x8000 : 0) + exponent * 128 + (mantissa - 128));
+  const uint32_t bits = float_bits(value);
+  return static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
 // The centroids as bfloat16, twice: a 16-bit permute reads five bits of an index, of which a code fills four.
@@ -44,25 +35,21 @@ struct Bf16Math {
   using Operand = __m512i;
   static constexpr int K_STEP = 2;
 
-  template <class Format>
-  static void decode(const uint8_t* tile, uint32_t* panel, int stride) {
+  // Calls body(step, weights of 16 rows) for every two inputs of a tile.
+  template <class Format, class Body>
+  static void for_each_step(const uint8_t* tile, const Body& body) {
     if constexpr (IS_4BIT<Format>) {
       const __m512i table = _mm512_load_si512(BF16_CENTROIDS<Format>.bits);
+      // Each byte in both halves of its 32-bit lane; then the even input's nibble goes down to the low end.
       const __m512i high_nibble_first = _mm512_set1_epi32(4);
-      __m512i column[8];
-      Avx512::transpose_tile4(tile, column);
-      for (int c = 0; c < 8; ++c)
-        for (int t = 0; t < 4; ++t) {
-          // Byte i of lane t twice, in both halves of 32-bit lane i; then the even input's nibble down to the low end.
-          const __m512i twice = _mm512_permutexvar_epi8(_mm512_add_epi8(FIRST_BYTES(), _mm512_set1_epi8(16 * t)), column[c]);
-          const __m512i pair = _mm512_permutexvar_epi16(_mm512_srlv_epi16(twice, high_nibble_first), table);
-          _mm512_storeu_si512(panel + (4 * c + t) * stride, pair);
-        }
+      Avx512::for_each_pair4<Avx512::TWICE>(tile, [&](int k, __m512i twice) ALWAYS_INLINE {
+        body(k / 2, _mm512_permutexvar_epi16(_mm512_srlv_epi16(twice, high_nibble_first), table));
+      });
     } else {
       // Integers of 8 bits are exact in bfloat16: the upper half of their float32.
-      Avx512::for_each_pair8<Format>(tile, [&](int k, __m512 even, __m512 odd) {
+      Avx512::for_each_pair8<Format>(tile, [&](int k, __m512 even, __m512 odd) ALWAYS_INLINE {
         const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
-        _mm512_storeu_si512(panel + k / 2 * stride, _mm512_or_si512(low, _mm512_castps_si512(odd)));
+        body(k / 2, _mm512_or_si512(low, _mm512_castps_si512(odd)));
       });
     }
   }
@@ -78,16 +65,10 @@ struct Bf16Math {
   }
 
   static Operand load(const uint32_t* p) { return _mm512_loadu_si512(p); }
+  static void store(uint32_t* p, Operand v) { _mm512_storeu_si512(p, v); }
   static Operand broadcast(uint32_t pair) { return _mm512_set1_epi32(static_cast<int>(pair)); }
   static __m512 multiply_add(__m512 acc, Operand w, Operand x) {
     return _mm512_dpbf16_ps(acc, reinterpret_cast<__m512bh>(w), reinterpret_cast<__m512bh>(x));
-  }
-
- private:
-  static __m512i FIRST_BYTES() {
-    const __m128i bytes = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i wide = _mm512_cvtepu8_epi32(bytes);
-    return _mm512_or_si512(wide, _mm512_slli_epi32(wide, 16));
   }
 };
 

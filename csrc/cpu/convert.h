@@ -22,6 +22,9 @@ inline float to_float(float v) { return v; }
 
 inline float to_float(Bf16 v) { return bit_cast<float>(static_cast<uint32_t>(v.bits) << 16); }
 
+#if defined(__F16C__)
+inline float to_float(Half v) { return _cvtsh_ss(v.bits); }
+#else
 inline float to_float(Half v) {
   const uint32_t sign = (v.bits & 0x8000u) << 16, exponent = v.bits >> 10 & 31, mantissa = v.bits & 0x3ffu;
   if (exponent == 31) return bit_cast<float>(sign | 0x7f800000u | mantissa << 13);
@@ -29,6 +32,7 @@ inline float to_float(Half v) {
   const float subnormal = static_cast<float>(mantissa) * 0x1p-24f;
   return sign ? -subnormal : subnormal;
 }
+#endif
 
 template <class T>
 T from_float(float v);
@@ -47,6 +51,9 @@ inline Bf16 from_float<Bf16>(float v) {
 
 template <>
 inline Half from_float<Half>(float v) {
+#if defined(__F16C__)
+  return {_cvtss_sh(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)};
+#else
   const uint32_t bits = bit_cast<uint32_t>(v), sign = bits >> 16 & 0x8000u, magnitude = bits & 0x7fffffffu;
   uint32_t half;
   if (magnitude >= 0x47800000u) {  // 65536 and above, infinity, NaN
@@ -57,6 +64,7 @@ inline Half from_float<Half>(float v) {
     half = (magnitude - 0x38000000u + 0xfffu + (magnitude >> 13 & 1)) >> 13;
   }
   return {static_cast<uint16_t>(sign | half)};
+#endif
 }
 
 }  // namespace nf4l::cpu::NF4L_CPU_LEVEL

@@ -8,12 +8,13 @@ struct F32Math {
   using Operand = typename Isa::Vec;
   static constexpr int K_STEP = 1;
 
-  template <class Format>
-  static void decode(const uint8_t* tile, float* panel, int stride) {
+  // Calls body(step, weights of 16 rows) for every input of a tile.
+  template <class Format, class Body>
+  static void for_each_step(const uint8_t* tile, const Body& body) {
     if constexpr (IS_4BIT<Format>) {
-      Isa::template decode_tile4<Format>(tile, panel, stride);
+      Isa::template for_each_input4<Format>(tile, body);
     } else {
-      Isa::template decode_tile8<Format>(tile, panel, stride);
+      Isa::template for_each_input8<Format>(tile, body);
     }
   }
 
@@ -28,6 +29,7 @@ struct F32Math {
   }
 
   static Operand load(const float* p) { return Isa::load(p); }
+  static void store(float* p, Operand v) { Isa::store(p, v); }
   static Operand broadcast(float v) { return Isa::broadcast(v); }
   static Operand multiply_add(Operand acc, Operand w, Operand x) { return Isa::multiply_add(acc, w, x); }
 };

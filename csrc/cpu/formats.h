@@ -13,6 +13,17 @@ struct Centroids {
 template <class Format>
 alignas(64) inline constexpr Centroids<Format> CENTROIDS{};
 
+// Bits of a normal or zero float32 at compile time (C++17 has no bit_cast).
+constexpr uint32_t float_bits(float value) {
+  if (value == 0.0f) return 0;
+  float magnitude = value < 0.0f ? -value : value;
+  uint32_t exponent = 127 + 23;
+  for (; magnitude < 0x1p23f; magnitude *= 2.0f) --exponent;
+  for (; magnitude >= 0x1p24f; magnitude *= 0.5f) ++exponent;
+  const uint32_t mantissa = static_cast<uint32_t>(magnitude) - (1u << 23);
+  return (value < 0.0f ? 0x80000000u : 0u) | exponent << 23 | mantissa;
+}
+
 // Both values of a byte of two codes, high nibble first.
 template <class Format>
 struct CentroidPairs {

@@ -6,39 +6,12 @@
 //
 // A Math says how products are formed: F32Math multiplies float32 (every level), a Bf16Math pairs of bfloat16 values.
 //   Element, K_STEP      what one lane of the panel and one packed x hold: K_STEP inputs in 4 bytes
-//   decode<Format>(tile, panel, stride)    one tile into [steps][stride] elements
+//   for_each_step<Format>(tile, body)      decodes: body(step, one Operand of 16 rows) for each K_STEP inputs of a tile
 //   pack(x, valid)       one Element from `valid` of K_STEP inputs of x
 //   output_factor<Format>()    what the result still has to be multiplied with
 //   multiply_add(acc, w, x)
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
-
-// How the rows of x are cut into blocks of at most MAX_MR rows, as evenly as possible.
-struct RowBlocks {
-  int64_t count;
-  int64_t longer;  // the first `longer` blocks have `rows` + 1 rows
-  int rows;
-
-  static RowBlocks of(int64_t m, int max_rows) {
-    const int64_t count = ceil_div(m, max_rows);
-    return {count, m % count, static_cast<int>(m / count)};
-  }
-  int rows_of(int64_t b) const { return rows + (b < longer); }
-  int64_t start_of(int64_t b) const { return b * rows + (b < longer ? b : longer); }
-};
-
-// x of one k tile as the micro-kernel reads it: for each row block [steps][rows of the block].
-template <class Math, class T>
-void pack_tile(const T* x, int64_t stride, int64_t inputs, const RowBlocks& blocks, int steps, typename Math::Element* out) {
-  for (int64_t b = 0; b < blocks.count; ++b) {
-    const int rows = blocks.rows_of(b);
-    typename Math::Element* block = out + blocks.start_of(b) * steps;
-    for (int r = 0; r < rows; ++r) {
-      const T* row = x + (blocks.start_of(b) + r) * stride;
-      for (int s = 0; s < steps; ++s) block[s * rows + r] = Math::pack(row + s * Math::K_STEP, inputs - s * Math::K_STEP);
-    }
-  }
-}
 
 // result[MR][PANEL][16] += scales[PANEL][16] * (panel . x) over one tile.
 template <class Isa, class Math, int MR>
@@ -65,16 +38,16 @@ void multiply_panel(const typename Math::Element* panel, const typename Math::El
   }
 }
 
-template <class Isa, class Math>
-using MultiplyPanel = void (*)(const typename Math::Element*, const typename Math::Element*, int, const float* const*, float*);
+template <class Math>
+using MultiplyPanel = void (*)(const typename Math::Element* panel, const typename Math::Element* x, int steps,
+                               const float* const* scales, float* result);
 
-// MULTIPLY_PANEL<...>[rows - 1]
-template <class Isa, class Math, class Rows>
-struct MultiplyPanels;
+// The kernels for 1 .. MAX_MR rows of x.
 template <class Isa, class Math, int... R>
-struct MultiplyPanels<Isa, Math, std::integer_sequence<int, R...>> {
-  static constexpr MultiplyPanel<Isa, Math> table[] = {multiply_panel<Isa, Math, R + 1>...};
-};
+const MultiplyPanel<Math>* multiply_panels(std::integer_sequence<int, R...>) {
+  static constexpr MultiplyPanel<Math> table[] = {multiply_panel<Isa, Math, R + 1>...};
+  return table;
+}
 
 template <class Isa, class Math, class Format, class T>
 class Gemm {
@@ -147,35 +120,29 @@ class Gemm {
   }
 
   void run_panel(const uint8_t* const* tiles, const float* const* scales, Element* decoded, float* result) const {
-    using Rows = std::make_integer_sequence<int, Isa::MAX_MR>;
+    const MultiplyPanel<Math>* kernels = multiply_panels<Isa, Math>(std::make_integer_sequence<int, Isa::MAX_MR>());
     memset(result, 0, rows_ * PANEL * LANES * sizeof(float));
     for (int64_t kt = 0; kt < tiling_.k_tiles; ++kt) {
       const float* scale[PANEL];
       for (int p = 0; p < PANEL; ++p) {
-        Math::template decode<Format>(tiles[p] + kt * TILE_BYTES, decoded + p * LANES, PANEL * LANES);
+        Element* to = decoded + p * LANES;
+        Math::template for_each_step<Format>(tiles[p] + kt * TILE_BYTES, [=](int step, typename Math::Operand w) ALWAYS_INLINE {
+          Math::store(to + step * PANEL * LANES, w);
+        });
         scale[p] = scales[p] + (kt >> tiling_.scale_shift) * LANES;
       }
       const Element* x = packed_ + kt * rows_ * steps_;
       for (int64_t b = 0; b < blocks_.count; ++b) {
         const int64_t row = blocks_.start_of(b);
-        MultiplyPanels<Isa, Math, Rows>::table[blocks_.rows_of(b) - 1](
-            decoded, x + row * steps_, steps_, scale, result + row * PANEL * LANES);
+        kernels[blocks_.rows_of(b) - 1](decoded, x + row * steps_, steps_, scale, result + row * PANEL * LANES);
       }
     }
   }
 
   void store(int64_t panel, const float* result) const {
-    const T* bias = static_cast<const T*>(a_.bias);
-    for (int p = 0; p < PANEL; ++p) {
-      const int64_t n = (panel * PANEL + p) * LANES;
-      if (n >= w_.n) return;
-      const int count = static_cast<int>(w_.n - n < LANES ? w_.n - n : LANES);
-      for (int64_t r = 0; r < rows_; ++r) {
-        T* y = static_cast<T*>(a_.y) + (first_row_ + r) * w_.n + n;
-        const auto sum = Isa::load(result + (r * PANEL + p) * LANES);
-        Isa::store_rows(y, sum, Math::template output_factor<Format>(), bias ? bias + n : nullptr, count);
-      }
-    }
+    for (int p = 0; p < PANEL; ++p)
+      store_strip<Isa, T>(w_, a_, panel * PANEL + p, first_row_, rows_, result + p * LANES, PANEL * LANES,
+                          Math::template output_factor<Format>());
   }
 
   const nf4l_weight& w_;

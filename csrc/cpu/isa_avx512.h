@@ -7,7 +7,8 @@ namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
 struct Avx512 {
   static constexpr int PANEL = 2;
-  static constexpr int MAX_MR = 12;  // 24 sums, two panel vectors
+  static constexpr int MAX_MR = 12;      // 24 sums, two panel vectors
+  static constexpr int MAX_IN_REGISTERS = 16;  // rows of x for which batch.h decodes without a panel
 
   using Vec = __m512;
   static Vec zero() { return _mm512_setzero_ps(); }
@@ -70,10 +71,20 @@ struct Avx512 {
   }
 #endif
 
-  // Bytes 16 t .. 16 t + 15 of `column`, one in the low byte of each 32-bit lane.
-  template <int T>
+  // What `widen` puts beside the byte that lands in the low end of each 32-bit lane.
+  enum Widening { ZERO_EXTENDED, TWICE };
+
+  // Bytes 16 T .. 16 T + 15 of `column`, one in each 32-bit lane (TWICE: and again in its upper half).
+  template <int T, Widening W>
   static __m512i widen(__m512i column) {
+#if defined(__AVX512VBMI__)
+    const __m512i byte = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i index = _mm512_add_epi8(_mm512_mullo_epi32(byte, _mm512_set1_epi32(0x00010001)), _mm512_set1_epi8(16 * T));
+    return _mm512_maskz_permutexvar_epi8(W == TWICE ? 0x5555555555555555 : 0x1111111111111111, index, column);
+#else
+    static_assert(W == ZERO_EXTENDED, "only bfloat16 products, which come with VBMI, want bytes twice");
     return _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(column, T));
+#endif
   }
 
   // A 4-bit tile with its rows in lanes: byte 16 t + i of column c belongs to lane i, inputs 8 c + 2 t and the next.
@@ -117,49 +128,53 @@ struct Avx512 {
     }
   }
 
-  // Calls body(c, integral_constant t, widened codes) for the 32 input pairs of a 4-bit tile.
-  template <class Body>
+  // Calls body(k, codes) for the inputs k = 0, 2, .. of a 4-bit tile: high nibble k, low nibble k + 1 of each lane's byte.
+  template <Widening W, class Body>
   static void for_each_pair4(const uint8_t* tile, const Body& body) {
     __m512i column[8];
     transpose_tile4(tile, column);
+#pragma GCC unroll 1  // keeps the registers for the sums of `body`
     for (int c = 0; c < 8; ++c) {
-      body(8 * c, widen<0>(column[c]));
-      body(8 * c + 2, widen<1>(column[c]));
-      body(8 * c + 4, widen<2>(column[c]));
-      body(8 * c + 6, widen<3>(column[c]));
+      body(8 * c, widen<0, W>(column[c]));
+      body(8 * c + 2, widen<1, W>(column[c]));
+      body(8 * c + 4, widen<2, W>(column[c]));
+      body(8 * c + 6, widen<3, W>(column[c]));
     }
   }
 
-  // Calls body(k, value of input k, of input k + 1) with float32 values for the 16 input pairs of an 8-bit tile.
+  // Calls body(k, value of input k, of input k + 1) for the inputs k = 0, 2, .. of an 8-bit tile.
   template <class Format, class Body>
   static void for_each_pair8(const uint8_t* tile, const Body& body) {
-    const auto to_float = [](__m512i code) {
+    const auto value = [](__m512i code) ALWAYS_INLINE {
       return _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(Format::BIAS)));
     };
     __m512i column[4][2];
     transpose_tile8(tile, column);
+#pragma GCC unroll 1
     for (int c = 0; c < 4; ++c) {
-      body(8 * c, to_float(widen<0>(column[c][0])), to_float(widen<0>(column[c][1])));
-      body(8 * c + 2, to_float(widen<1>(column[c][0])), to_float(widen<1>(column[c][1])));
-      body(8 * c + 4, to_float(widen<2>(column[c][0])), to_float(widen<2>(column[c][1])));
-      body(8 * c + 6, to_float(widen<3>(column[c][0])), to_float(widen<3>(column[c][1])));
+      const __m512i even = column[c][0], odd = column[c][1];
+      body(8 * c, value(widen<0, ZERO_EXTENDED>(even)), value(widen<0, ZERO_EXTENDED>(odd)));
+      body(8 * c + 2, value(widen<1, ZERO_EXTENDED>(even)), value(widen<1, ZERO_EXTENDED>(odd)));
+      body(8 * c + 4, value(widen<2, ZERO_EXTENDED>(even)), value(widen<2, ZERO_EXTENDED>(odd)));
+      body(8 * c + 6, value(widen<3, ZERO_EXTENDED>(even)), value(widen<3, ZERO_EXTENDED>(odd)));
     }
   }
 
-  template <class Format>
-  static void decode_tile4(const uint8_t* tile, float* panel, int stride) {
+  // Calls body(k, values of input k in 16 rows).
+  template <class Format, class Body>
+  static void for_each_input4(const uint8_t* tile, const Body& body) {
     const Vec table = load(CENTROIDS<Format>.value);
-    for_each_pair4(tile, [&](int k, __m512i code) {
-      store(panel + k * stride, _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table));
-      store(panel + (k + 1) * stride, _mm512_permutexvar_ps(code, table));
+    for_each_pair4<ZERO_EXTENDED>(tile, [&](int k, __m512i code) ALWAYS_INLINE {
+      body(k, _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table));
+      body(k + 1, _mm512_permutexvar_ps(code, table));
     });
   }
 
-  template <class Format>
-  static void decode_tile8(const uint8_t* tile, float* panel, int stride) {
-    for_each_pair8<Format>(tile, [&](int k, Vec even, Vec odd) {
-      store(panel + k * stride, even);
-      store(panel + (k + 1) * stride, odd);
+  template <class Format, class Body>
+  static void for_each_input8(const uint8_t* tile, const Body& body) {
+    for_each_pair8<Format>(tile, [&](int k, Vec even, Vec odd) ALWAYS_INLINE {
+      body(k, even);
+      body(k + 1, odd);
     });
   }
 

@@ -5,9 +5,18 @@
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
+template <class T>
+void store_lanes(T* y, const float* lanes, float factor, const T* bias, int count) {
+  for (int r = 0; r < count; ++r) {
+    const float sum = lanes[2 * (r % 8) + r / 8] * factor;
+    y[r] = from_float<T>(bias ? sum + to_float(bias[r]) : sum);
+  }
+}
+
 struct Portable {
   static constexpr int PANEL = 1;
   static constexpr int MAX_MR = 3;
+  static constexpr int MAX_IN_REGISTERS = 2;
 
   typedef float Quarter __attribute__((vector_size(16), aligned(4), may_alias));
   struct Vec {
@@ -49,22 +58,29 @@ struct Portable {
       for (int j = 0; j < 4; ++j) out[j * LANES + i] = nested.code[codes[4 * i + j]];
   }
 
-  // panel[k * stride + lane] = centroid
-  template <class Format>
-  static void decode_tile4(const uint8_t* tile, float* panel, int stride) {
-    for (int lane = 0; lane < LANES; ++lane)
-      for (int k = 0; k < TILE_K4; k += 2) {
+  // Calls body(k, values of input k in 16 rows).
+  template <class Format, class Body>
+  static void for_each_input4(const uint8_t* tile, const Body& body) {
+    for (int k = 0; k < TILE_K4; k += 2) {
+      float even[LANES], odd[LANES];
+      for (int lane = 0; lane < LANES; ++lane) {
         const float* pair = CENTROID_PAIRS<Format>.value[tile[tile16x64_byte(lane_row(lane), k, TILE_K4)]];
-        panel[k * stride + lane] = pair[0];
-        panel[(k + 1) * stride + lane] = pair[1];
+        even[lane] = pair[0];
+        odd[lane] = pair[1];
       }
+      body(k, load(even));
+      body(k + 1, load(odd));
+    }
   }
 
-  template <class Format>
-  static void decode_tile8(const uint8_t* tile, float* panel, int stride) {
-    for (int lane = 0; lane < LANES; ++lane)
-      for (int k = 0; k < TILE_K8; ++k)
-        panel[k * stride + lane] = static_cast<float>(tile[tile16x32_byte(lane_row(lane), k, TILE_K8)] - Format::BIAS);
+  template <class Format, class Body>
+  static void for_each_input8(const uint8_t* tile, const Body& body) {
+    for (int k = 0; k < TILE_K8; ++k) {
+      float value[LANES];
+      for (int lane = 0; lane < LANES; ++lane)
+        value[lane] = static_cast<float>(tile[tile16x32_byte(lane_row(lane), k, TILE_K8)] - Format::BIAS);
+      body(k, load(value));
+    }
   }
 
   // The rows of a tile, `ld` elements apart, times their scales (lane order).
@@ -85,10 +101,7 @@ struct Portable {
   static void store_rows(T* y, Vec sums, float factor, const T* bias, int count) {
     float lanes[LANES];
     store(lanes, sums);
-    for (int r = 0; r < count; ++r) {
-      const float sum = lanes[2 * (r % 8) + r / 8] * factor;
-      y[r] = from_float<T>(bias ? sum + to_float(bias[r]) : sum);
-    }
+    store_lanes(y, lanes, factor, bias, count);
   }
 };
 

@@ -12,7 +12,7 @@ const Level* const LEVELS[] = {
 #if defined(__x86_64__) && !defined(NF4L_PORTABLE_ONLY)
     &AVX512_LEVEL,
     &AVX512_CORE_LEVEL,
-//AVX2
+    &AVX2_LEVEL,
 #endif
     &PORTABLE_LEVEL,
 };

@@ -10,8 +10,12 @@
 #include "isa_avx512.h"
 #include "f32_math.h"
 #include "bf16_math.h"
+#include "rows.h"
+#include "batch.h"
 #include "gemm.h"
 #include "linear.h"
+#include "gemv_avx512.h"
+#include "linear_avx512.h"
 #include "dequantize.h"
 
 namespace nf4l::cpu {
@@ -21,15 +25,6 @@ static bool supported() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
          __builtin_cpu_supports("fma");
 }
-
-namespace avx512 {
-
-static int linear(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {
-  if (a.dtype == NF4L_BF16) return run_gemm<Avx512, Bf16Math, Bf16>(w, a, threads);
-  return linear_f32<Avx512>(w, a, threads);
-}
-
-}  // namespace avx512
 
 const Level AVX512_LEVEL = {"avx512", supported, avx512::linear, avx512::dequantize<avx512::Avx512>};
 

@@ -9,8 +9,12 @@
 #include "tiling.h"
 #include "isa_avx512.h"
 #include "f32_math.h"
+#include "rows.h"
+#include "batch.h"
 #include "gemm.h"
 #include "linear.h"
+#include "gemv_avx512.h"
+#include "linear_avx512.h"
 #include "dequantize.h"
 
 namespace nf4l::cpu {
@@ -20,7 +24,7 @@ static bool supported() {
          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("fma");
 }
 
-const Level AVX512_CORE_LEVEL = {"avx512_core", supported, avx512_core::linear_f32<avx512_core::Avx512>,
+const Level AVX512_CORE_LEVEL = {"avx512_core", supported, avx512_core::linear,
                                  avx512_core::dequantize<avx512_core::Avx512>};
 
 }  // namespace nf4l::cpu

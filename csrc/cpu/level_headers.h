@@ -4,6 +4,7 @@
 #include <stdint.h>
 
 #include <atomic>
+#include <type_traits>
 #include <utility>
 
 #include "../codebook.h"
@@ -12,3 +13,6 @@
 #include "level.h"
 #include "parallel.h"
 #include "scratch.h"
+
+// Kernel bodies are lambdas; one that is not inlined would keep its registers in memory.
+#define ALWAYS_INLINE __attribute__((always_inline))

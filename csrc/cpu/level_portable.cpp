@@ -7,6 +7,8 @@
 #include "tiling.h"
 #include "isa_portable.h"
 #include "f32_math.h"
+#include "rows.h"
+#include "batch.h"
 #include "gemm.h"
 #include "linear.h"
 #include "dequantize.h"

@@ -1,16 +1,21 @@
-// Which engine and which arithmetic a linear call gets.
+// Which engine a linear call gets, in float32 arithmetic.
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
-template <class Isa, class Math, class T>
-int run_gemm(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {
-  return with_format(w.format, [&](auto format) { return Gemm<Isa, Math, decltype(format), T>(w, a, threads).run(); });
+// Two or more rows of x, or one where the level has no gemv.
+template <class Isa, class Math, class Format, class T>
+int run_batch(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {
+  if (a.m <= Isa::MAX_IN_REGISTERS) return Batch<Isa, Math, Format, T>(w, a, threads).run();
+  return Gemm<Isa, Math, Format, T>(w, a, threads).run();
 }
 
-// float32 arithmetic for every dtype.
 template <class Isa>
 int linear_f32(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {
-  return with_dtype(a.dtype, [&](auto element) { return run_gemm<Isa, F32Math<Isa>, decltype(element)>(w, a, threads); });
+  return with_dtype(a.dtype, [&](auto element) {
+    return with_format(w.format, [&](auto format) {
+      return run_batch<Isa, F32Math<Isa>, decltype(format), decltype(element)>(w, a, threads);
+    });
+  });
 }
 
 }  // namespace nf4l::cpu::NF4L_CPU_LEVEL
