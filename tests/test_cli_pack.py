@@ -53,7 +53,7 @@ def test_options_reach_the_checkpoint(tmp_path):
 def test_errors_are_a_line_and_status_1(nf4, tmp_path):
     run("pack", nf4, tmp_path / "packed", "-q")
     assert "--force" in run("pack", nf4, tmp_path / "packed", code=1)
-    assert "is not a folder" in run("info", tmp_path / "nowhere", code=1)
+    assert "nowhere [/b]: is not a folder" in run("info", tmp_path / "nowhere [/b]", code=1)
     assert "expected 'nf4linear'" in run("unpack", nf4, tmp_path / "back", code=1)
     assert "packed as it is" in run("pack", nf4, tmp_path / "other", "--format", "nf4", code=1)
     run("pack", nf4, tmp_path / "packed", "--force", "-q")

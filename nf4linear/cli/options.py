@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from .loading import DTYPES, LoadError
 
@@ -28,5 +29,5 @@ def errors_to_exit(console: Console) -> Iterator[None]:
     try:
         yield
     except (LoadError, ValueError, OSError) as error:
-        console.print(f"[bold red]error:[/] {error}", highlight=False, soft_wrap=True)
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error
