@@ -50,7 +50,7 @@ def generate(
         )
     _write("\n")
     where = "GPU, torch" if loaded.device.type == "cuda" else "process"
-    console.print(summary(result, where), highlight=False, style="dim")
+    console.print(summary(result, where), highlight=False, style="dim", soft_wrap=True)
 
 
 def summary(result: generation.Generation, where: str) -> str:

@@ -106,7 +106,8 @@ class ModelSource:
         if method == "bitsandbytes":
             with nf4linear.patched_loading():
                 return self._from_pretrained(self.path)
-        return nf4linear.patch_model(self._from_pretrained(self.path), format=self.format)
+        # Quantized tensor by tensor on the device: a 16-bit model that does not fit may fit so.
+        return self._from_pretrained(self.path, quantization_config=nf4linear.NF4LinearConfig(format=self.format))
 
     def _load_bitsandbytes(self, method: str | None) -> PreTrainedModel:
         import nf4linear

@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from .. import perplexity as scoring
-from ..report import weight_bytes
+from ..patch_report import weight_bytes
 from .loading import LoadError, ModelSource
 from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument, errors_to_exit
 
