@@ -12,6 +12,7 @@ import shutil
 import warnings
 from pathlib import Path
 
+import peft
 import pytest
 import torch
 import torch.nn.functional as F
@@ -35,16 +36,15 @@ def packed(model: nn.Module) -> dict[str, PackedLinear]:
 
 
 def packed_bytes(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}.{k}": v.detach().clone() for name, layer in packed(model).items() for k, v in layer.packed().items()
-    }
+    layers = packed(model).items()
+    return {f"{name}.{part}": t.detach().clone() for name, layer in layers for part, t in layer.packed().items()}
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(a[k].dtype == b[k].dtype and torch.equal(a[k], b[k]) for k in a)
 
 
-# ---- loading and saving ------------------------------------------------------------------------------------------
+# ---- loading and saving ------------------------------------------------------------------------------------
 
 
 def test_a_loaded_bitsandbytes_model_can_be_saved_again(tiny_bnb, tmp_path):
@@ -140,14 +140,11 @@ def test_loading_under_a_16bit_default_dtype(tiny_bnb, tiny_packed):
     assert same(packed_bytes(ours), want)
     rounded = offset.dtype != torch.float32
     assert any("nested offsets were rounded" in str(remark.message) for remark in remarks) == rounded
-    assert {p.dtype for layer in packed(theirs).values() for p in layer.packed().values()} == {
-        torch.uint8,
-        torch.float32,
-    }
+    assert {tensor.dtype for tensor in packed_bytes(theirs).values()} == {torch.uint8, torch.float32}
     torch.testing.assert_close(logits(theirs), logits(ours), rtol=0.1, atol=0.02)
 
 
-# ---- casts and moves -----------------------------------------------------------------------------------------------
+# ---- casts and moves ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bits", [4, 8])
@@ -184,7 +181,7 @@ def test_a_model_can_be_moved(tiny_bnb, bits):
     assert torch.equal(logits(accelerate.dispatch_model(model, {"": "cpu"}, main_device="cpu")), want)
 
 
-# ---- numbers ------------------------------------------------------------------------------------------------------------
+# ---- numbers -----------------------------------------------------------------------------------------------
 
 
 def test_8bit_layers_neither_cast_nor_log(caplog, capfd):
@@ -243,9 +240,7 @@ def test_the_same_row_at_every_batch_size(tiny_packed, bits):
         assert torch.equal(y, layer(x[:m]))
 
 
-# ---- adapters ------------------------------------------------------------------------------------------------------------
-
-peft = pytest.importorskip("peft")
+# ---- adapters ----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "down_proj"], "all-linear"])
@@ -257,9 +252,8 @@ def test_lora_trains_on_top(tiny_packed, tmp_path, bits, targets):
     want = logits(model)
     config = peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM", init_lora_weights=False)
     adapted = peft.get_peft_model(model, config)
-    assert sum(isinstance(m, peft.tuners.lora.Linear) for m in adapted.modules()) == (
-        4 if targets != "all-linear" else 14
-    )
+    wrapped = sum(isinstance(module, peft.tuners.lora.Linear) for module in adapted.modules())
+    assert wrapped == (14 if targets == "all-linear" else 4)
     assert not torch.allclose(logits(adapted), want)
     ids = torch.arange(3, 21).view(2, 9)
     adapted.train()
@@ -272,10 +266,7 @@ def test_lora_trains_on_top(tiny_packed, tmp_path, bits, targets):
     assert torch.equal(logits(again), logits(adapted))
     with adapted.disable_adapter():
         assert torch.equal(logits(adapted), want)
-    unmerged = {
-        name.replace("base_model.model.", "").replace(".base_layer", ""): t for name, t in packed_bytes(adapted).items()
-    }
-    assert same(unmerged, before)
+    assert same(packed_bytes(adapted.unload()), before)
 
 
 @pytest.mark.parametrize("safe", [True, False])
