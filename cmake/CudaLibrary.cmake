@@ -29,7 +29,11 @@ if(NF4LINEAR_WERROR)
   target_compile_options(nf4linear_cuda PRIVATE --Werror=all-warnings -Xcompiler=-Werror)
 endif()
 set_target_properties(nf4linear_cuda PROPERTIES CUDA_RUNTIME_LIBRARY Static)
-# Only the nf4l_ names leave the library, not those of the static CUDA runtime inside it.
+# Only the nf4l_ names leave the library, not those of the static CUDA and C++ runtimes inside it: it can be built on one
+# machine and copied to another.
+if(CMAKE_SYSTEM_NAME STREQUAL "Linux" AND CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+  target_link_options(nf4linear_cuda PRIVATE -static-libstdc++ -static-libgcc)
+endif()
 if(CMAKE_SYSTEM_NAME STREQUAL "Linux")
   target_link_options(nf4linear_cuda PRIVATE -Wl,--exclude-libs,ALL -Wl,--no-undefined)
 endif()

@@ -127,6 +127,10 @@ def test_wheel_with_the_cpu_library(tree, tmp_path):
     done = use(USE, tmp_path / "site", env)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[1] == "True" and "torch path" not in done.stderr
+    if nm := shutil.which("nm"):
+        library = tmp_path / "site" / "nf4linear" / "lib" / "libnf4linear_cpu.so"
+        names = subprocess.run([nm, "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+        assert names and all(line.split()[2].startswith("nf4l_cpu_") for line in names.splitlines()), names
 
 
 # ---- what CMake finds ------------------------------------------------------------------------------------------------
