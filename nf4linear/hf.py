@@ -152,6 +152,11 @@ class NF4LinearQuantizer(HfQuantizer):
         spec = spec_from_config(self.quantization_config.modules.get("default", {"format": "nf4"}), 4096, 4096)
         return sum(tensor.nbytes() for tensor in spec.packed_tensors().values()) / (spec.n * spec.k)
 
+    def param_element_size(self, model: nn.Module, param_name: str, param: torch.Tensor) -> float:
+        # Older versions of transformers ask here and do not know quantized_element_size.
+        needs = self.param_needs_quantization(model, param_name)
+        return self.quantized_element_size if needs else param.element_size()
+
     @property
     def is_compileable(self) -> bool:
         return True
