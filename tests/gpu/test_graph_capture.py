@@ -145,6 +145,27 @@ def test_opcheck_on_the_gpu():
     torch.library.opcheck(ops.linear.default, (x, *operands(spec, packed_on(spec)), None, *geometry(spec)))
 
 
+@pytest.mark.slow
+def test_compiled_with_cuda_graphs():
+    """What generate() compiles: fullgraph, captured and replayed by torch itself."""
+    spec = FourBitSpec("nf4", 256, 256)
+    packed = packed_on(spec)
+
+    @torch.compile(mode="reduce-overhead", fullgraph=True)
+    def model(x):
+        for _ in range(3):
+            x = torch.nn.functional.silu(call(spec, packed, x))
+        return x
+
+    for _ in range(4):
+        x = torch.randn(2, 256, device="cuda", dtype=torch.bfloat16)
+        want = x
+        for _ in range(3):
+            want = torch.nn.functional.silu(call(spec, packed, want))
+        got = model(x)
+        assert (got.float() - want.float()).abs().max() <= 0.02 * want.float().abs().max()
+
+
 def test_tensors_of_two_devices_are_refused():
     spec = FourBitSpec("nf4", 48, 128)
     packed = packed_on(spec)
