@@ -2,13 +2,6 @@
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
-// One block of a flat weight: `count` values from element `first`, which may start on either nibble of a byte.
-template <class Isa, class Format, class T>
-void dequantize_block(const uint8_t* codes, int64_t first, int64_t count, float scale, T* out) {
-  const auto& pairs = CENTROID_PAIRS<Format>.value;
-  for (int64_t e = first; e < first + count; ++e) out[e] = from_float<T>(pairs[codes[e / 2]][e % 2] * scale);
-}
-
 template <class Isa, class Format, class T>
 void dequantize_flat(const nf4l_weight& w, T* out, int threads) {
   const int64_t numel = w.n * w.k, blocks = ceil_div(numel, w.blocksize);
@@ -25,23 +18,25 @@ void dequantize_flat(const nf4l_weight& w, T* out, int threads) {
       }
       const int64_t first = b * w.blocksize;
       const int64_t count = first + w.blocksize < numel ? w.blocksize : numel - first;
-      dequantize_block<Isa, Format>(w.qweight, first, count, scale, out);
+      Isa::template dequantize_run<Format>(w.qweight + first / 2, scale, out + first, count);
     }
   });
 }
 
-// Rows of an 8-bit tile. With one scale a row the reference multiplies by the row maximum, then by 1/127.
-template <class Format, class T>
-void dequantize_tile8(const nf4l_weight& w, const uint8_t* tile, const float* scale, int64_t row, int rows, int inputs, T* out) {
-  for (int r = 0; r < rows; ++r) {
-    const float first = w.blocksize ? scale[2 * (r % 8) + r / 8] : static_cast<const float*>(w.scales)[row + r];
-    const float second = w.blocksize ? 1.0f : INV_127;
-    for (int k = 0; k < inputs; ++k) {
-      const float value = static_cast<float>(tile[tile16x32_byte(r, k, TILE_K8)] - Format::BIAS);
-      out[r * w.k + k] = from_float<T>(value * first * second);
+// The factors of a strip's 8-bit values, in lane order. The reference multiplies by the row maximum and then by 1/127,
+// two roundings, or by the group's scale.
+struct Factors8 {
+  float first[LANES];
+  float second;
+
+  Factors8(const nf4l_weight& w, int64_t strip) : second(INV_127) {
+    for (int i = 0; i < LANES; ++i) {
+      const int64_t row = strip * TILE_ROWS + lane_row(i);
+      first[i] = row < w.n ? static_cast<const float*>(w.scales)[row] : 0.0f;
     }
   }
-}
+  explicit Factors8(const float* group_scales) : second(1.0f) { memcpy(first, group_scales, sizeof(first)); }
+};
 
 template <class Isa, class Format, class T>
 int dequantize_tiles(const nf4l_weight& w, T* out, int threads) {
@@ -63,10 +58,12 @@ int dequantize_tiles(const nf4l_weight& w, T* out, int threads) {
         const int64_t k = kt * tiling.tile_k;
         const int inputs = static_cast<int>(w.k - k < tiling.tile_k ? w.k - k : tiling.tile_k);
         const float* scale = scales + (kt >> tiling.scale_shift) * LANES;
+        T* to = out + row * w.k + k;
         if constexpr (IS_4BIT<Format>) {
-          Isa::template dequantize_tile4<Format>(tile, scale, out + row * w.k + k, w.k, rows);
+          Isa::template dequantize_tile4<Format>(tile, scale, to, w.k, rows);
         } else {
-          dequantize_tile8<Format>(w, tile, scale, row, rows, inputs, out + row * w.k + k);
+          const Factors8 factors = w.blocksize ? Factors8(scale) : Factors8(w, strip);
+          Isa::template dequantize_tile8<Format>(tile, factors.first, factors.second, to, w.k, rows, inputs);
         }
       }
     }

@@ -93,26 +93,52 @@ struct Avx2 : Portable {
     }
   }
 
+  template <class Format, class Body>
+  static void for_each_input8(const uint8_t* tile, const Body& body) {
+    const auto value = [](__m128i c) ALWAYS_INLINE {
+      return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(c), _mm256_set1_epi32(Format::BIAS)));
+    };
+    const auto values = [&](__m128i c) ALWAYS_INLINE { return Vec{value(c), value(_mm_unpackhi_epi64(c, c))}; };
+    for (int t = 0; t < 4; t += 2) {
+      __m256i column[4][2];
+      transpose_half8(tile + t * LANE_BYTES, column);
+#pragma GCC unroll 1
+      for (int c = 0; c < 4; ++c)
+        for (int e = 0; e < 2; ++e) {
+          const int k = 8 * c + 2 * t + e;
+          body(k, values(_mm256_castsi256_si128(column[c][e])));
+          body(k + 2, values(_mm256_extracti128_si256(column[c][e], 1)));
+        }
+    }
+  }
+
+  // The same for 8 bit: byte i of half j of column[c][e] is row i, input 8 c + 2 t + 2 j + e.
+  static void transpose_half8(const uint8_t* rows, __m256i column[4][2]) {
+    const __m256i even_then_odd = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    __m256i quad[2][4];
+    for (int i = 0; i < 2; ++i) {
+      __m256i v[4];
+      for (int g = 0; g < 4; ++g) v[g] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(rows + 64 * (4 * i + g)));
+      const __m256i a = _mm256_unpacklo_epi32(v[0], v[1]), b = _mm256_unpackhi_epi32(v[0], v[1]);
+      const __m256i c = _mm256_unpacklo_epi32(v[2], v[3]), d = _mm256_unpackhi_epi32(v[2], v[3]);
+      quad[i][0] = _mm256_unpacklo_epi64(a, c);
+      quad[i][1] = _mm256_unpackhi_epi64(a, c);
+      quad[i][2] = _mm256_unpacklo_epi64(b, d);
+      quad[i][3] = _mm256_unpackhi_epi64(b, d);
+    }
+    for (int c = 0; c < 4; ++c) {
+      const __m256i first = _mm256_shuffle_epi8(quad[0][c], even_then_odd), second = _mm256_shuffle_epi8(quad[1][c], even_then_odd);
+      column[c][0] = _mm256_unpacklo_epi64(first, second);
+      column[c][1] = _mm256_unpackhi_epi64(first, second);
+    }
+  }
+
   // y[row] = sums * factor + bias for the first `count` rows of a strip.
   template <class T>
   static void store_rows(T* y, Vec sums, float factor, const T* bias, int count) {
     float lanes[LANES];
     store(lanes, sums);
     store_lanes(y, lanes, factor, bias, count);
-  }
-
-  // An 8-bit tile: gather the bytes of an input, then convert 16 at once.
-  template <class Format, class Body>
-  static void for_each_input8(const uint8_t* tile, const Body& body) {
-    for (int k = 0; k < TILE_K8; ++k) {
-      alignas(16) uint8_t bytes[LANES];
-      for (int lane = 0; lane < LANES; ++lane) bytes[lane] = tile[tile16x32_byte(lane_row(lane), k, TILE_K8)];
-      const __m128i codes = _mm_load_si128(reinterpret_cast<const __m128i*>(bytes));
-      const auto value = [](__m128i c) ALWAYS_INLINE {
-        return _mm256_cvtepi32_ps(_mm256_sub_epi32(_mm256_cvtepu8_epi32(c), _mm256_set1_epi32(Format::BIAS)));
-      };
-      body(k, Vec{value(codes), value(_mm_unpackhi_epi64(codes, codes))});
-    }
   }
 };
 

@@ -178,6 +178,8 @@ struct Avx512 {
     });
   }
 
+  static __mmask16 first_lanes(int64_t count) { return count < 16 ? static_cast<__mmask16>((1u << count) - 1) : 0xffff; }
+
   static void store_16(float* out, Vec v, __mmask16 lanes) { _mm512_mask_storeu_ps(out, lanes, v); }
   static void store_16(Half* out, Vec v, __mmask16 lanes) {
     _mm256_mask_storeu_epi16(out, lanes, _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -219,11 +221,45 @@ struct Avx512 {
     }
   }
 
+  template <class Format, class T>
+  static void dequantize_tile8(const uint8_t* tile, const float* first, float second, T* out, int64_t ld, int rows, int inputs) {
+    // Lane i gets input 16 s + i of a row: from 32-bit word 4 t + 2 s + u, byte 2 h + e.
+    const __m512i word = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 1, 1, 5, 5, 9, 9, 13, 13);
+    const __m512i shift = _mm512_setr_epi32(0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8);
+    for (int g = 0; g < 8; ++g) {
+      const __m512i codes = _mm512_loadu_si512(tile + 64 * g);
+      for (int row = g; row < rows; row += 8) {
+        const int h = row / 8;
+        for (int s = 0; 16 * s < inputs; ++s) {
+          const __m512i words = _mm512_permutexvar_epi32(_mm512_add_epi32(word, _mm512_set1_epi32(2 * s)), codes);
+          const __m512i bytes = _mm512_srlv_epi32(words, _mm512_add_epi32(shift, _mm512_set1_epi32(16 * h)));
+          const __m512i code = _mm512_and_si512(bytes, _mm512_set1_epi32(255));
+          const Vec value = _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(Format::BIAS)));
+          const Vec scaled = mul(mul(value, broadcast(first[2 * g + h])), broadcast(second));
+          store_16(out + row * ld + 16 * s, scaled, first_lanes(inputs - 16 * s));
+        }
+      }
+    }
+  }
+
+  template <class Format, class T>
+  static void dequantize_run(const uint8_t* codes, float scale, T* out, int64_t count) {
+    const Vec table = load(CENTROIDS<Format>.value);
+    for (int64_t i = 0; i < count; i += 16) {
+      const __mmask16 lanes = first_lanes(count - i);
+      const auto byte_lanes = static_cast<__mmask16>((1u << (__builtin_popcount(lanes) + 1) / 2) - 1);
+      // Each byte in a 64-bit lane, then its high nibble low and its low nibble in the upper half.
+      const __m512i pairs = _mm512_cvtepu8_epi64(_mm_maskz_loadu_epi8(byte_lanes, codes + i / 2));
+      const __m512i code = _mm512_or_si512(_mm512_slli_epi64(pairs, 32), _mm512_srli_epi64(pairs, 4));
+      store_16(out + i, mul(_mm512_permutexvar_ps(code, table), broadcast(scale)), lanes);
+    }
+  }
+
   // y[row] = sums * factor + bias for the first `count` rows of a strip.
   template <class T>
   static void store_rows(T* y, Vec sums, float factor, const T* bias, int count) {
     const __m512i lane_of_row = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-    const auto rows = static_cast<__mmask16>((1u << count) - 1);
+    const __mmask16 rows = first_lanes(count);
     Vec v = mul(_mm512_permutexvar_ps(lane_of_row, sums), broadcast(factor));
     if (bias) v = add(v, load_16(bias, rows));
     store_16(y, v, rows);

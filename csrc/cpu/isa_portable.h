@@ -96,6 +96,22 @@ struct Portable {
     }
   }
 
+  // The same for 8 bit: `inputs` values of each row, times first (lane order), times second.
+  template <class Format, class T>
+  static void dequantize_tile8(const uint8_t* tile, const float* first, float second, T* out, int64_t ld, int rows, int inputs) {
+    for (int r = 0; r < rows; ++r)
+      for (int k = 0; k < inputs; ++k) {
+        const float value = static_cast<float>(tile[tile16x32_byte(r, k, TILE_K8)] - Format::BIAS);
+        out[r * ld + k] = from_float<T>(value * first[2 * (r % 8) + r / 8] * second);
+      }
+  }
+
+  // `count` flat 4-bit values, from a high nibble on, times one scale.
+  template <class Format, class T>
+  static void dequantize_run(const uint8_t* codes, float scale, T* out, int64_t count) {
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(CENTROID_PAIRS<Format>.value[codes[i / 2]][i % 2] * scale);
+  }
+
   // y[row] = sums * factor + bias for the first `count` rows of a strip.
   template <class T>
   static void store_rows(T* y, Vec sums, float factor, const T* bias, int count) {

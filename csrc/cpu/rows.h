@@ -17,6 +17,7 @@ struct RowBlocks {
 };
 
 // x of one k tile as the micro-kernel reads it: for each row block [steps][rows of the block].
+// Inputs from `inputs` on do not exist and count as 0: the last 8-bit tile of a row may be padded.
 template <class Math, class T>
 void pack_tile(const T* x, int64_t stride, int64_t inputs, const RowBlocks& blocks, int steps, typename Math::Element* out) {
   for (int64_t b = 0; b < blocks.count; ++b) {
@@ -24,7 +25,11 @@ void pack_tile(const T* x, int64_t stride, int64_t inputs, const RowBlocks& bloc
     typename Math::Element* block = out + blocks.start_of(b) * steps;
     for (int r = 0; r < rows; ++r) {
       const T* row = x + (blocks.start_of(b) + r) * stride;
-      for (int s = 0; s < steps; ++s) block[s * rows + r] = Math::pack(row + s * Math::K_STEP, inputs - s * Math::K_STEP);
+      if (inputs >= steps * Math::K_STEP) {
+        for (int s = 0; s < steps; ++s) block[s * rows + r] = Math::pack(row + s * Math::K_STEP, Math::K_STEP);
+      } else {
+        for (int s = 0; s < steps; ++s) block[s * rows + r] = Math::pack(row + s * Math::K_STEP, inputs - s * Math::K_STEP);
+      }
     }
   }
 }
