@@ -19,14 +19,18 @@ from torch import nn
 from .checkpoint.packed import QUANT_METHOD, VERSION_KEY
 from .linear import PackedLinear
 
+_MARK = "_knows_packed_layers"
+
 
 def extend_transformers() -> None:
     """Wrap the methods; calling it again does nothing."""
     from transformers import PreTrainedModel
 
-    if not hasattr(PreTrainedModel.num_parameters, "__wrapped__"):
-        PreTrainedModel.num_parameters = _with_logical_counts(PreTrainedModel.num_parameters)
-        PreTrainedModel.save_pretrained = _with_source_file(PreTrainedModel.save_pretrained)
+    if not hasattr(PreTrainedModel.num_parameters, _MARK):
+        for name, wrap in (("num_parameters", _with_logical_counts), ("save_pretrained", _with_source_file)):
+            wrapped = wrap(getattr(PreTrainedModel, name))
+            setattr(wrapped, _MARK, True)
+            setattr(PreTrainedModel, name, wrapped)
 
 
 def _with_logical_counts(original: Any) -> Any:

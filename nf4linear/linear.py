@@ -45,7 +45,7 @@ class PackedLinear(nn.Linear):
     and the tensors of `spec.packed_tensors()`.
     """
 
-    default_format: ClassVar[str]
+    default_format: ClassVar[str] = "nf4"
     # For transformers: never fill such a layer with random numbers.
     _is_hf_initialized = True
 
@@ -103,12 +103,15 @@ class PackedLinear(nn.Linear):
         layer = cls.from_spec(spec, bias=False, device="meta", dtype=_float_dtype(weight.dtype))
         layer.layer_name = name
         layer.origin = Origin(dtype=dtype_name(weight.dtype))
-        layer.source_cls = type(linear)
+        layer.source_cls = type(linear) if transposed else nn.Linear
         return layer.load_packed(packed, linear.bias)
 
     @classmethod
     def from_bnb(cls, layer: Linear4bit | Linear8bitLt, *, name: str = "") -> PackedLinear:
-        """Take over a bitsandbytes layer: same codes and scales, in kernel order. See bnb.packed_from_bnb."""
+        """Take over a bitsandbytes layer of either width: same codes and scales, in kernel order.
+
+        Tensors that keep their order are shared with `layer`. See bnb.packed_from_bnb.
+        """
         from .bnb import packed_from_bnb
 
         return packed_from_bnb(layer, name)
@@ -194,6 +197,8 @@ class PackedLinear(nn.Linear):
             self._refuse_assignment()
         if param is not None and name in self.__dict__.get("_packed_names", ()):
             param.requires_grad_(False)  # loaders make float parameters trainable
+            if param.device.type == "cpu" and param.data_ptr() % 16:
+                param.data = param.data.clone()  # mapped from a file at any byte; the native library wants 16
         super().register_parameter(name, param)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Module:
@@ -246,8 +251,6 @@ class PackedLinear(nn.Linear):
 
 class NF4Linear(PackedLinear):
     """A 4-bit layer (format "nf4" or "fp4"), bitsandbytes' codes and scales bit for bit."""
-
-    default_format = "nf4"
 
     def __init__(
         self,

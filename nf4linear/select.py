@@ -134,8 +134,10 @@ def _tied_modules(model: nn.Module) -> dict[str, str]:
 
 
 def _output_embedding(model: nn.Module) -> nn.Module | None:
-    get = getattr(model, "get_output_embeddings", None)
-    return get() if get is not None else None
+    try:
+        return model.get_output_embeddings()
+    except (AttributeError, NotImplementedError):  # no transformers model, or one without such a layer
+        return None
 
 
 def _last_module(model: nn.Module) -> str | None:

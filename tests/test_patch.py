@@ -103,8 +103,8 @@ def test_nothing_of_bitsandbytes_is_left_on_the_model(tiny_bnb):
     assert model.hf_quantizer.quantization_config.quant_method == "nf4linear" == model.quantization_method
     assert model.config.quantization_config is model.hf_quantizer.quantization_config
     assert not getattr(model, "is_loaded_in_4bit", False) and model.is_quantized
-    assert not any("bitsandbytes" in str(c) or "Bnb" in str(c.__dict__ if hasattr(c, "__dict__") else c)
-                   for c in model._weight_conversions)  # fmt: skip
+    operations = [op for conversion in model._weight_conversions for op in getattr(conversion, "operations", ())]
+    assert not any(hasattr(operation, "hf_quantizer") for operation in operations)
     assert not any("bitsandbytes" in type(p).__module__ for p in model.parameters())
     model.to("cpu")  # transformers guards bitsandbytes models against moves
 
@@ -290,6 +290,15 @@ def test_a_single_layer_is_no_model():
         patch_model(nn.Linear(64, 64), progress=False)
     with pytest.warns(UserWarning, match="no layer to replace"):
         patch_model(nn.Sequential(nn.ReLU()), progress=False)
+
+
+def test_layers_that_accelerate_keeps_elsewhere_are_refused(tiny_bnb):
+    import accelerate
+
+    model = accelerate.cpu_offload(load(tiny_bnb("gpt2"), "gpt2"), execution_device=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"transformer\.h\.0.*offload"):
+        patch_model(model, progress=False)
+    assert not packed_names(model) and model.quantization_method == "bitsandbytes"
 
 
 # ---- what hangs on a layer ---------------------------------------------------------------------------------
