@@ -382,6 +382,21 @@ def test_an_interrupted_run_leaves_nothing_finished_and_goes_on(error, good, tmp
     assert sorted(os.listdir(tmp_path)) == ["back", "packed"]
 
 
+def test_a_weight_file_has_its_name_only_when_it_is_complete(good, tmp_path, monkeypatch):
+    replace = os.replace
+    renamed = []
+
+    def spy(old, new):
+        if str(new).endswith(".safetensors"):
+            assert not Path(new).exists() and shards.read_header(Path(old)).entries
+            renamed.append(Path(new).name)
+        replace(old, new)
+
+    monkeypatch.setattr(os, "replace", spy)
+    pack_checkpoint(good["nf4"], tmp_path / "packed", progress=False, max_shard_size="9KB")
+    assert sorted(renamed) == sorted(path.name for path in (tmp_path / "packed").glob("*.safetensors"))
+
+
 def test_a_changed_run_does_not_go_on_from_an_old_one(good, tmp_path, monkeypatch):
     src = shutil.copytree(good["nf4"], tmp_path / "src")
 
