@@ -165,7 +165,8 @@ def test_no_framework_headers(name):
 
 
 def test_files_stay_small():
-    limits = {".py": 400, ".h": 250, ".cuh": 400, ".cu": 400, ".cpp": 400}
     files = [*modules().values(), *sources().values()]
     sizes = {path: len(path.read_text().splitlines()) for path in files}
-    assert not {str(p): size for p, size in sizes.items() if size > limits[p.suffix]}
+    # The engines of cpu/ are headers, compiled once a level.
+    limits = {path: 250 if path.suffix == ".h" and path.parent.name != "cpu" else 400 for path in files}
+    assert not {str(path): size for path, size in sizes.items() if size > limits[path]}
