@@ -1,7 +1,7 @@
 // Block scales of 4-bit weights on the device: read, and where double quantization is used, decoded.
 //
-// The product and the sum are rounded one after the other, as bitsandbytes' two kernels round them; a fused multiply-add
-// would differ in the last bit, and every weight of the block with it.
+// The product and the sum are rounded one after the other, as bitsandbytes' two kernels round them; a fused
+// multiply-add would differ in the last bit, and every weight of the block with it.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,12 +22,21 @@ struct BlockScales {
   const float* nested_absmax;  // one for every 256 blocks of the unsharded weight
   const float* nested_offset;  // one float
 
-  // The float32 scale stored at `index`, whose block belongs to second-level group `group`. The test is uniform over the
-  // grid; the three reads after the code depend on nothing else and are in flight together.
-  __device__ __forceinline__ float operator()(int64_t index, int64_t group) const {
-    if (nested_code == nullptr) return __ldg(static_cast<const float*>(scales) + index);
+  // The float32 scale of block `index`, without double quantization.
+  __device__ __forceinline__ float plain(int64_t index) const {
+    return __ldg(static_cast<const float*>(scales) + index);
+  }
+
+  // The scale that the code at `index` stands for; its block belongs to second-level group `group`. The three reads
+  // after the code's own depend on nothing else, so all are in flight together.
+  __device__ __forceinline__ float nested(int64_t index, int64_t group) const {
     const uint8_t code = __ldg(static_cast<const uint8_t*>(scales) + index);
     return nested_scale(__ldg(nested_code + code), __ldg(nested_absmax + group), __ldg(nested_offset));
+  }
+
+  // Either, by what the weight has: the same for the whole grid.
+  __device__ __forceinline__ float operator()(int64_t index, int64_t group) const {
+    return nested_code == nullptr ? plain(index) : nested(index, group);
   }
 };
 

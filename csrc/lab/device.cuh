@@ -13,7 +13,8 @@ namespace nf4l::lab {
 
 inline void check_cuda(cudaError_t error, const char* call, const char* file, int line) {
   if (error == cudaSuccess) return;
-  throw std::runtime_error(std::string(file) + ":" + std::to_string(line) + ": " + call + ": " + cudaGetErrorString(error));
+  const std::string place = std::string(file) + ":" + std::to_string(line);
+  throw std::runtime_error(place + ": " + call + ": " + cudaGetErrorString(error));
 }
 #define NF4L_CUDA(call) ::nf4l::lab::check_cuda((call), #call, __FILE__, __LINE__)
 

@@ -67,7 +67,7 @@ __device__ __forceinline__ void store_eight(T* out, const float* v) {
                                     pack_pair(v[4], v[5], type), pack_pair(v[6], v[7], type)};
 }
 
-// ---- v0 -----------------------------------------------------------------------------------------------------------------
+// ---- v0 -------------------------------------------------------------------------------------------------------------
 // Lanes of a warp look up different entries, and constant memory serves one address at a time.
 template <class T>
 __global__ void __launch_bounds__(LADDER_THREADS) v0(LadderWeight w, T* __restrict__ out) {
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(LADDER_THREADS) v0(LadderWeight w, T* __restri
   store_pair(out + k, even, __fmul_rn(CONSTANT_TABLE[packed & 15], scale));
 }
 
-// ---- v1: the table in shared memory -------------------------------------------------------------------------------------
+// ---- v1: the table in shared memory ---------------------------------------------------------------------------------
 // Sixteen floats lie in sixteen banks: lanes that want the same entry share the read, others use other banks.
 template <class T>
 __global__ void __launch_bounds__(LADDER_THREADS) v1(LadderWeight w, T* __restrict__ out) {
@@ -122,7 +122,7 @@ __device__ void scalar_tail(const LadderWeight& w, const float* table, int k, T*
   }
 }
 
-// ---- v2: four packed bytes a thread, 128-bit stores ---------------------------------------------------------------------
+// ---- v2: four packed bytes a thread, 128-bit stores -----------------------------------------------------------------
 // A quarter of the threads, reads and stores; the block is still found by division for every element.
 template <class T>
 __global__ void __launch_bounds__(LADDER_THREADS) v2(LadderWeight w, T* __restrict__ out) {
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(LADDER_THREADS) v2(LadderWeight w, T* __restri
   store_eight(out + k, value);  // v2
 }
 
-// ---- v3: shifts for the divisions ---------------------------------------------------------------------------------------
+// ---- v3: shifts for the divisions -----------------------------------------------------------------------------------
 // Both block sizes are powers of two that only the host knows; a division by a variable costs some twenty instructions.
 template <class T>
 __global__ void __launch_bounds__(LADDER_THREADS) v3(LadderWeight w, T* __restrict__ out) {
@@ -174,7 +174,7 @@ __global__ void __launch_bounds__(LADDER_THREADS) v3(LadderWeight w, T* __restri
   store_eight(out + k, value);
 }
 
-// ---- one optimisation alone on v0 ---------------------------------------------------------------------------------------
+// ---- one optimisation alone on v0 -----------------------------------------------------------------------------------
 
 // v2's change without v1's: vector reads and stores, constant table, divisions.
 template <class T>

@@ -41,7 +41,9 @@ inline std::vector<std::string> parse_stages(const std::string& text, const std:
   std::vector<std::string> stages;
   std::stringstream names(text);
   for (std::string name; std::getline(names, name, ',');) {
-    if (std::find(known.begin(), known.end(), name) == known.end()) throw std::runtime_error("unknown stage '" + name + "'");
+    if (std::find(known.begin(), known.end(), name) == known.end()) {
+      throw std::runtime_error("unknown stage '" + name + "'");
+    }
     stages.push_back(name);
   }
   return stages;

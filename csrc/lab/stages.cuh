@@ -30,9 +30,12 @@ class DeviceWeight {
 
   // v0 to v3 and the single optimisations.
   LadderWeight ladder() const {
-    if (numel() > INT32_MAX - 8) throw std::runtime_error("v0 to v3 count in 32 bits: only v4 takes 2^31 weights or more");
-    return {codes_.as<uint8_t>(), absmax_q_.as<uint8_t>(), absmax2_.as<float>(), code2_.as<float>(), offset_.as<float>(),
-            int(numel()), int(blocksize_), int(s2_blocksize_), log2_of(blocksize_), log2_of(s2_blocksize_)};
+    if (numel() > INT32_MAX - 8) {
+      throw std::runtime_error("v0 to v3 count in 32 bits: only v4 takes 2^31 weights or more");
+    }
+    return {codes_.as<uint8_t>(), absmax_q_.as<uint8_t>(), absmax2_.as<float>(), code2_.as<float>(),
+            offset_.as<float>(),  int(numel()),             int(blocksize_),      int(s2_blocksize_),
+            log2_of(blocksize_),  log2_of(s2_blocksize_)};
   }
 
   // v4.

@@ -25,8 +25,8 @@ inline Timing summarize(std::vector<float> ms, size_t bytes) {
 }
 
 // One line of JSON: what a program that runs this one reads.
-inline std::string to_json(const std::string& stage, const std::string& dtype, const std::string& protocol, size_t repeats,
-                           size_t bytes, const Timing& t) {
+inline std::string to_json(const std::string& stage, const std::string& dtype, const std::string& protocol,
+                           size_t repeats, size_t bytes, const Timing& t) {
   char line[512];
   snprintf(line, sizeof line,
            "{\"stage\": \"%s\", \"dtype\": \"%s\", \"protocol\": \"%s\", \"repeats\": %zu, \"bytes\": %zu, "

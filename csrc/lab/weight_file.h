@@ -36,7 +36,7 @@
 
 namespace nf4l::lab {
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "fields are copied as they lie in the file: little-endian only");
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "fields are copied as they lie in the file");
 
 constexpr char MAGIC[8] = {'N', 'F', '4', 'L', 'A', 'B', '\r', '\n'};
 constexpr uint32_t VERSION = 1;
@@ -113,10 +113,12 @@ inline void parse_header(const std::vector<uint8_t>& bytes, WeightFile& w) {
   if (bytes.size() < HEADER_BYTES) throw DamagedFile("the file ends inside the 64-byte header");
   if (memcmp(bytes.data(), MAGIC, sizeof MAGIC) != 0) throw DamagedFile("wrong magic: not an nf4linear lab file");
   if (const auto version = field<uint32_t>(bytes, 8); version != VERSION) {
-    throw DamagedFile(got_want("version", version, "1; write the file again with this version's `nf4linear lab generate`"));
+    throw DamagedFile(got_want("version", version, "1; write the file again with `nf4linear lab generate`"));
   }
   w.table_type = field<uint32_t>(bytes, 12);
-  if (w.table_type > TABLE_FLOAT16) throw DamagedFile(got_want("table type", w.table_type, "0 (float32) or 1 (float16)"));
+  if (w.table_type > TABLE_FLOAT16) {
+    throw DamagedFile(got_want("table type", w.table_type, "0 (float32) or 1 (float16)"));
+  }
   w.rows = field<uint64_t>(bytes, 16);
   w.columns = field<uint64_t>(bytes, 24);
   if (w.rows == 0 || w.columns == 0 || w.rows > MAX_ELEMENTS / w.columns) {
@@ -147,7 +149,9 @@ inline WeightFile parse(const std::vector<uint8_t>& bytes) {
   WeightFile w;
   parse_header(bytes, w);
   const uint64_t said = field<uint64_t>(bytes, 48), payload = w.payload_bytes();
-  if (said != payload) throw DamagedFile(got_want("payload size in the header", said, std::to_string(payload) + " for this shape"));
+  if (said != payload) {
+    throw DamagedFile(got_want("payload size in the header", said, std::to_string(payload) + " for this shape"));
+  }
   if (bytes.size() != HEADER_BYTES + payload) {
     throw DamagedFile(got_want("file size", bytes.size(), std::to_string(HEADER_BYTES + payload) + " bytes"));
   }

@@ -1,8 +1,8 @@
 // The portable dequantize kernel: NF4 with double quantization to half or bfloat16, for any CUDA-like compiler.
 //
-// It is stage V3 of the ladder (../lab/ladder.cuh) with the scale read once a thread: table in shared memory, four packed
-// bytes and one 16-byte store a thread, shifts for divisions. It uses no vendor type, built-in or warp size: 16-bit values
-// are uint16_t and the output type is a bool template parameter.
+// It is stage V3 of the ladder (../lab/ladder.cuh) with the scale read once a thread: table in shared memory, four
+// packed bytes and one 16-byte store a thread, shifts for divisions. It uses no vendor type, built-in or warp size:
+// 16-bit values are uint16_t and the output type is a bool template parameter.
 //
 // The scale is a product and a sum rounded separately: compile with -ffp-contract=off (nvcc: -fmad=false).
 #ifndef NF4L_PORTABLE_NF4_DEQUANT_H
@@ -30,11 +30,11 @@ struct DequantArgs {
   const uint8_t* absmax_q;  // [blocks]
   const float* absmax2;     // [ceil(blocks / 256)]
   const float* code2;       // [256]
+  const float* table;       // [16]; in the arguments themselves it would be copied to every thread's own memory
   uint16_t* out;            // [numel]
   uint64_t numel;
   float offset;
   int log2_blocksize;  // blocks hold 32 weights or more, so a thread's eight lie in one
-  float table[16];
 };
 
 struct alignas(16) EightValues {

@@ -1,7 +1,7 @@
 // 16-bit floating point as bare uint16_t: conversions without half or bfloat16 types or built-ins.
 //
-// Round to nearest, ties to even, subnormals kept; a NaN becomes 0x7fff, as CUDA's own conversions make it. Written once
-// for every compiler; tests compare them with numpy and torch over all 65,536 values and every rounding tie.
+// Round to nearest, ties to even, subnormals kept; a NaN becomes 0x7fff, as CUDA's own conversions make it. Written
+// once for every compiler; tests compare them with numpy and torch over all 65,536 values and every rounding tie.
 #ifndef NF4L_PORTABLE_NUMERIC16_H
 #define NF4L_PORTABLE_NUMERIC16_H
 
@@ -27,7 +27,8 @@ NF4P_HD float bits_float(uint32_t bits) {
   return value;
 }
 
-// Adding half a unit of the last kept place, less one where that place is even, carries into it exactly when rounding up.
+// Adding half a unit of the last kept place, less one where that place is even, carries into it exactly when rounding
+// up.
 NF4P_HD uint32_t round_off(uint32_t bits, int dropped) {
   return (bits + ((1u << (dropped - 1)) - 1) + (bits >> dropped & 1)) >> dropped;
 }
@@ -43,7 +44,8 @@ NF4P_HD uint16_t float_to_half(float value) {
   const uint32_t sign = bits >> 16 & 0x8000u;
   if (magnitude > 0x7f800000u) return 0x7fff;
   if (magnitude >= 0x47800000u) return uint16_t(sign | 0x7c00u);  // 2^16 and more: infinity
-  // From 2^-14 on: 13 fraction bits are dropped and the exponent's bias falls from 127 to 15; 65520 carries to infinity.
+  // From 2^-14 on: 13 fraction bits are dropped and the exponent's bias falls from 127 to 15; 65520 carries to
+  // infinity.
   if (magnitude >= 0x38800000u) return uint16_t(sign | (round_off(magnitude, 13) - (112u << 10)));
   // Below: a count of 2^-24, from the full significand. Under 2^-25 nothing is left.
   const uint32_t exponent = magnitude >> 23;

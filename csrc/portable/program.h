@@ -99,13 +99,15 @@ inline int run(int argc, char** argv) {
   const bool bfloat16 = dtype == "bf16";
   const lab::WeightFile file = lab::read_weight_file(argv[1]);
   const DeviceArray<uint8_t> codes(file.codes), absmax_q(file.absmax_q);
-  const DeviceArray<float> absmax2(file.absmax2), code2(file.code2);
+  std::vector<float> centroids(16);
+  for (int code = 0; code < 16; ++code) centroids[code] = Nf4::value(code);
+  const DeviceArray<float> absmax2(file.absmax2), code2(file.code2), table(centroids);
   // NaN everywhere, so that an element that no thread writes shows up in the comparison.
   const DeviceArray<uint16_t> out(std::vector<uint16_t>(file.numel(), 0xffff));
 
-  DequantArgs args = {codes.get(), absmax_q.get(), absmax2.get(), code2.get(), out.get(), file.numel(), file.offset, 0, {}};
+  DequantArgs args = {codes.get(), absmax_q.get(), absmax2.get(), code2.get(),   table.get(),
+                      out.get(),   file.numel(),   file.offset,   0};
   while ((1u << args.log2_blocksize) < file.blocksize) ++args.log2_blocksize;
-  for (int code = 0; code < 16; ++code) args.table[code] = Nf4::value(code);
   launch(args, bfloat16);
   NF4P_CHECK(GPU(DeviceSynchronize)());
   write_values(argv[2], out.to_host());

@@ -64,7 +64,7 @@ def sweep_rows(
 ) -> list[Row]:
     """V4 and bitsandbytes on each case, in each dtype and by both protocols."""
     found = []
-    for case in progress(cases, "sizes"):
+    for case in progress(cases, "sizes") if cases else ():
         generate.generate(case, folder, ())
         for dtype in dtypes:
             for protocol in bench.PROTOCOLS:

@@ -1,5 +1,5 @@
-// MetaX's runtime names on CUDA's, so that the port compiles with nvcc and, through ../host, with a host compiler. Not part of
-// the port: on the platform itself its own <mc_runtime.h> is found instead.
+// MetaX's runtime names on CUDA's, so that the port compiles with nvcc and, through ../host, with a host compiler. Not
+// part of the port: on the platform itself its own <mc_runtime.h> is found instead.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// Moore Threads' runtime names on CUDA's, so that the port compiles with nvcc and, through ../host, with a host compiler. Not part of
-// the port: on the platform itself its own <musa_runtime.h> is found instead.
+// Moore Threads' runtime names on CUDA's, so that the port compiles with nvcc and, through ../host, with a host
+// compiler. Not part of the port: on the platform itself its own <musa_runtime.h> is found instead.
 #pragma once
 
 #include <cuda_runtime.h>

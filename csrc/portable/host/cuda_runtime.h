@@ -1,5 +1,5 @@
-// The few CUDA runtime calls of ../program.h on the host, for machines without a GPU: memory is host memory, a launch is a
-// loop over the grid (../nf4_dequant.h), events read a clock. Found instead of CUDA's header by the include path.
+// The few CUDA runtime calls of ../program.h on the host, for machines without a GPU: memory is host memory, a launch
+// is a loop over the grid (../nf4_dequant.h), events read a clock. Found instead of CUDA's header by the include path.
 #pragma once
 
 #include <stdlib.h>
