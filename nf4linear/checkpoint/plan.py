@@ -59,8 +59,8 @@ class Plan:
     """Everything decided before the first byte is written."""
 
     source_format: str
-    specs: dict[str, WeightSpec] = field(default_factory=dict)  # by name in the checkpoint, as all names here but two
-    modules: dict[str, str] = field(default_factory=dict)  # layers whose module has another name -> that name
+    specs: dict[str, WeightSpec] = field(default_factory=dict)  # by the layer's name in the checkpoint's keys
+    modules: dict[str, str] = field(default_factory=dict)  # the same names -> module name, where that is another
     units: list[Unit] = field(default_factory=list)
     records: dict[str, dict[str, Any]] = field(default_factory=dict)
     replaced: set[str] = field(default_factory=set)  # source keys that live on inside packed layers

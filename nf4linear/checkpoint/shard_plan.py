@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -108,8 +108,3 @@ def write_index(out: OutputFolder, shards: Sequence[ShardPlan]) -> None:
         total = sum(shard.nbytes for shard in shards)
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_json(out.partial / INDEX_FILE, index)
-
-
-def iter_units(shards: Iterable[ShardPlan]) -> Iterator[Unit]:
-    for shard in shards:
-        yield from shard.units

@@ -182,9 +182,6 @@ class Checkpoint:
     def entry(self, key: str) -> Entry:
         return self._where[key][1]
 
-    def file_name(self, key: str) -> str:
-        return self._where[key][0].path.name
-
     def total_bytes(self) -> int:
         return sum(entry.nbytes for _, entry in self._where.values())
 
