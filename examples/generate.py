@@ -20,4 +20,5 @@ result = generate(
     sampling=Sampling(temperature=0.7, top_p=0.9, seed=0),
     write=lambda text: print(text, end="", flush=True),
 )
-print(f"\n{result.new_tokens} tokens; first after {result.prefill_seconds:.2f} s, the rest in {result.decode_seconds:.2f} s")
+speed = result.decode_tokens_per_second or 0.0
+print(f"\n{result.new_tokens} tokens, the first after {result.prefill_seconds:.2f} s, then {speed:.1f} a second")

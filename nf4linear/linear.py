@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 import torch
 from torch import Tensor, nn
 
-from . import ops, reference, reorder
+from . import eager, ops, reference, reorder
 from .formats import EightBitSpec, FourBitSpec, WeightSpec, check_tensors, dynamic_map, spec_from_config
 from .weight_view import DequantizedWeight
 
@@ -69,6 +69,7 @@ class PackedLinear(nn.Linear):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         _, self._scales_name = self._packed_names[:2]
         self._blocksize = spec.blocksize if isinstance(spec, FourBitSpec) else spec.group_size or 0
+        self._bound: eager.BoundWeight | None = None
 
     @staticmethod
     def from_spec(
@@ -150,6 +151,11 @@ class PackedLinear(nn.Linear):
         return ops.dequantize(*self._weight_arguments(), *self._spec_arguments(), dtype or self.compute_dtype)
 
     def forward(self, input: Tensor) -> Tensor:
+        compiling = torch.compiler.is_compiling()
+        if not compiling and eager.plain_call(input, self._parameters["bias"]):
+            output = self._forward_bound(input)
+            if output is not None:
+                return output
         device = input.device.type
         if device != "meta" and torch.is_autocast_enabled(device) and input.dtype in ops.FLOAT_DTYPES:
             input = input.to(torch.get_autocast_dtype(device))
@@ -158,7 +164,18 @@ class PackedLinear(nn.Linear):
         bias = self._parameters["bias"]
         if bias is not None and bias.dtype != input.dtype:
             bias = bias.to(input.dtype)
-        return ops.linear(input, *self._weight_arguments(), bias, *self._spec_arguments())
+        # Between compiling and the first run of the compiled code, whatever wrote the weight has long ended.
+        return ops.linear(input, *self._weight_arguments(), bias, *self._spec_arguments(), settled=compiling)
+
+    def _forward_bound(self, input: Tensor) -> Tensor | None:
+        """The eager call past the dispatcher, on a weight bound at the first one; None if it is not for that way."""
+        tensors = self._weight_arguments()
+        bound = self._bound
+        if bound is None or bound.dtype != input.dtype or bound.pointers != eager.data_pointers(tensors):
+            bound = self._bound = eager.bind(self.spec, tensors, input)
+        if bound is None or input.shape[-1:] != (self.in_features,):
+            return None
+        return bound.linear(input, self._parameters["bias"])
 
     def _weight_arguments(self) -> tuple[Tensor | None, ...]:
         p = self._parameters
@@ -233,6 +250,7 @@ class PackedLinear(nn.Linear):
         return self
 
     def _load_from_state_dict(self, state_dict, prefix, *arguments):
+        self._bound = None  # the values change where they lie
         error_msgs = arguments[-1]
         where = prefix.removesuffix(".") or type(self).__name__
         given = {name: state_dict[prefix + name] for name in self._packed_names if prefix + name in state_dict}

@@ -69,7 +69,7 @@ class Perplexity:
 
 
 def mean_and_error(losses: Tensor) -> tuple[float, float]:
-    """Mean of `losses` [T] and its standard error by batch means (see the module's text); the error is NaN for T < 4."""
+    """Mean of `losses` [T] and its standard error by batch means (see the top of the file); NaN error for T < 4."""
     losses = losses.double()
     runs = math.isqrt(losses.numel())
     if runs < 2:

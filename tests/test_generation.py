@@ -104,5 +104,5 @@ def test_sampling_options_out_of_range(options, wrong):
 
 
 def test_too_long_a_request_names_the_numbers(model, tokenizer):
-    with pytest.raises(ValueError, match="2 tokens and 47 new ones.*48 positions"):
+    with pytest.raises(ValueError, match=r"2 tokens and 47 new ones.*48 positions"):
         generate(model, tokenizer, "w1 w2", max_new_tokens=47)

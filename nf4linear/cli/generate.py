@@ -15,7 +15,7 @@ from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument, err
 
 def generate(
     model: ModelArgument,
-    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue or to answer; - reads it from stdin.")],
+    prompt: Annotated[str, typer.Option("--prompt", "-p", help="What to continue or answer; - reads it from stdin.")],
     system: Annotated[str | None, typer.Option(help="System message, for models with a chat template.")] = None,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt as it is: no chat template.")] = False,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", "-n", min=1)] = 128,

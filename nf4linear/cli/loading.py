@@ -4,8 +4,8 @@ One quantized model can be run in four ways, its variants:
 
     16-bit         the weights before quantization, in plain layers
     bitsandbytes   quantized, in bitsandbytes' own layers
-    dequantized    bitsandbytes' layers replaced by plain ones that hold its dequantized weights: every scale in float32,
-                   each weight rounded once. What a quantized linear layer should compute, hence the yardstick
+    exact          bitsandbytes' dequantized weights in plain layers: every scale in float32, each weight rounded once.
+                   What a quantized linear layer should compute, hence the yardstick
     nf4linear      quantized, in this package's layers
 """
 
@@ -20,7 +20,7 @@ from torch import nn
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-VARIANTS = ("16-bit", "bitsandbytes", "dequantized", "nf4linear")
+VARIANTS = ("16-bit", "bitsandbytes", "exact", "nf4linear")
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -77,13 +77,15 @@ class ModelSource:
         """The model in evaluation mode as one of its VARIANTS. Raises LoadError where that cannot be had."""
         method = self.quantization()
         if method not in (None, "nf4linear", "bitsandbytes"):
-            raise LoadError(f"{self.path}: it is quantized with {method!r}; bitsandbytes, nf4linear and plain models are read")
+            raise LoadError(
+                f"{self.path}: quantized with {method!r}; bitsandbytes, nf4linear and plain models are read"
+            )
         if variant == "16-bit":
             return self._load_16_bit(method)
         if variant == "nf4linear":
             return self._load_nf4linear(method)
         model = self._load_bitsandbytes(method)
-        return replace_with_dequantized(model) if variant == "dequantized" else model
+        return replace_with_dequantized(model) if variant == "exact" else model
 
     def _from_pretrained(self, path: str, **options: Any) -> PreTrainedModel:
         from transformers import AutoModelForCausalLM
@@ -129,7 +131,7 @@ class ModelSource:
 
 
 def cast_unquantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
-    """Cast the floating parameters that hold no quantized data, in place; those that transformers keeps in float32 stay."""
+    """Cast the floating parameters that hold no quantized data, in place; those that stay in float32 on purpose do."""
     import bitsandbytes as bnb
 
     from ..linear import PackedLinear

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -35,18 +36,28 @@ class Row:
     score: scoring.Perplexity
 
 
+TextOption = Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="UTF-8 text file to score.")]
+DatasetOption = Annotated[str | None, typer.Option(help=f"Or a data set from the hub: {', '.join(DATASETS)}.")]
+WindowOption = Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")]
+StrideOption = Annotated[int | None, typer.Option(help="Tokens scored a window.", show_default="half the window")]
+TokensOption = Annotated[int | None, typer.Option(min=2, help="Read only this many tokens.", show_default="all")]
+CompareOption = Annotated[
+    bool, typer.Option("--compare", help="Beside 16-bit, bitsandbytes and bitsandbytes' exact dequantized weights.")
+]
+BaseOption = Annotated[str | None, typer.Option(help="16-bit model that MODEL was made from, for --compare.")]
+JsonOption = Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write the numbers here.")]
+
+
 def perplexity(
     model: ModelArgument,
-    text: Annotated[Path | None, typer.Option(exists=True, dir_okay=False, help="UTF-8 text file to score.")] = None,
-    dataset: Annotated[str | None, typer.Option(help=f"Or a data set from the hub: {', '.join(DATASETS)}.")] = None,
-    window: Annotated[int, typer.Option(min=2, help="Tokens the model sees at a time.")] = 1024,
-    stride: Annotated[int | None, typer.Option(help="Tokens scored a window.", show_default="half the window")] = None,
-    max_tokens: Annotated[int | None, typer.Option(min=2, help="Score only this many tokens.", show_default="all")] = None,
-    compare: Annotated[
-        bool, typer.Option("--compare", help="16-bit, bitsandbytes, its exact dequantized weights and nf4linear.")
-    ] = False,
-    base: Annotated[str | None, typer.Option(help="16-bit model that MODEL was made from, for --compare.")] = None,
-    json_file: Annotated[Path | None, typer.Option("--json", dir_okay=False, help="Also write the numbers here.")] = None,
+    text: TextOption = None,
+    dataset: DatasetOption = None,
+    window: WindowOption = 1024,
+    stride: StrideOption = None,
+    max_tokens: TokensOption = None,
+    compare: CompareOption = False,
+    base: BaseOption = None,
+    json_file: JsonOption = None,
     device: DeviceOption = None,
     dtype: DtypeOption = "auto",
     format: FormatOption = "nf4",
@@ -72,7 +83,7 @@ def _read_text(text: Path | None, dataset: str | None) -> str:
     if text is not None:
         return text.read_text(encoding="utf-8")
     if dataset not in DATASETS:
-        raise LoadError(f"--dataset {dataset}: known are {', '.join(DATASETS)}; any other text goes through --text FILE")
+        raise LoadError(f"--dataset {dataset}: known are {', '.join(DATASETS)}; other texts go through --text FILE")
     try:
         from datasets import load_dataset
     except ImportError as error:
@@ -90,7 +101,13 @@ def _tokenize(tokenizer: PreTrainedTokenizerBase, text: str, max_tokens: int | N
 def _score(source: ModelSource, variant: str, token_ids: torch.Tensor, window: int, stride: int) -> Row:
     gc.collect()  # the previous variant's model
     model = source.load(variant)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeRemainingColumn()
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("tokens"),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(variant, total=token_ids.numel() - 1)
         score = scoring.perplexity(
@@ -102,28 +119,33 @@ def _score(source: ModelSource, variant: str, token_ids: torch.Tensor, window: i
 
 def _table(rows: list[Row], source: ModelSource) -> Table:
     first = rows[0].score
-    table = Table(
-        title=f"{source.path}: {first.tokens} tokens, window {first.window}, stride {first.stride}", title_justify="left"
+    title = (
+        f"{source.path}: {first.tokens} tokens, window {first.window}, stride {first.stride}, {rows[0].dtype}\n"
+        "perplexity ± standard error; changes in percent, paired"
     )
-    for column in ("", "dtype", "MB", "perplexity", "± s.e.", "tokens/s"):
-        table.add_column(column, justify="left" if column in ("", "dtype") else "right")
-    if len(rows) > 1:
-        table.add_column(f"vs. {rows[0].variant}", justify="right")
+    # What quantization costs, and what this package's layers add to it.
+    baselines = [row for row in rows if row.variant in ("16-bit", "exact")]
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table.add_column("", no_wrap=True)
+    for column in ("MB", "perplexity", "tokens/s", *(f"vs. {row.variant}" for row in baselines)):
+        table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         score = row.score
-        cells = [
+        table.add_row(
             row.variant,
-            row.dtype,
             f"{row.model_bytes / 1e6:.1f}",
-            f"{score.perplexity:.4f}",
-            f"{score.standard_error:.4f}",
+            f"{score.perplexity:.3f} ± {score.standard_error:.3f}",
             f"{score.tokens_per_second:.0f}",
-        ]
-        if row is not rows[0]:
-            change, error = score.relative_to(first)
-            cells.append(f"{change:+.3%} ± {error:.3%}")
-        table.add_row(*cells)
+            *(_change(row, baseline) for baseline in baselines),
+        )
     return table
+
+
+def _change(row: Row, baseline: Row) -> str:
+    if row is baseline or row.variant == "16-bit":
+        return ""
+    change, error = row.score.relative_to(baseline.score)
+    return f"{change * 100:+.2f} ± {error * 100:.2f}"
 
 
 def _report(rows: list[Row], source: ModelSource, text: str) -> dict[str, Any]:
