@@ -131,7 +131,7 @@ def generate(
     chat: bool | None = None,
     system: str | None = None,
     max_new_tokens: int = 128,
-    sampling: Sampling = Sampling(),  # noqa: B008 - frozen
+    sampling: Sampling = Sampling(),
     write: Callable[[str], None] | None = None,
     static_cache: bool = False,
 ) -> Generation:
