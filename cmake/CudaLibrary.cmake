@@ -20,7 +20,7 @@ nf4linear_pypi_link_flags("${nvcc}" CMAKE_CUDA_FLAGS)
 enable_language(CUDA)
 
 file(GLOB instantiations CONFIGURE_DEPENDS "${CMAKE_CURRENT_SOURCE_DIR}/csrc/inst_*.cu")
-add_library(nf4linear_cuda SHARED csrc/entry.cu ${instantiations})
+add_library(nf4linear_cuda SHARED csrc/entry.cu csrc/arrivals.cu ${instantiations})
 list(JOIN architectures "," joined)
 set_source_files_properties(csrc/entry.cu PROPERTIES COMPILE_DEFINITIONS "NF4L_ARCHITECTURES=\"${joined}\"")
 target_include_directories(nf4linear_cuda PRIVATE csrc)

@@ -24,14 +24,14 @@
 #include <type_traits>
 
 #include "codebook.h"
+#include "convert.cuh"
+#include "launch.cuh"
 #include "layout.h"
 #include "nf4linear.h"
 #include "scale.cuh"
 
 namespace nf4l {
 
-constexpr int WARP = 32;
-constexpr unsigned ALL_LANES = 0xffffffffu;
 constexpr int UNIT_BYTES = TILE_BYTES;
 constexpr int DEQUANT_WARPS = 8;  // of one block
 // Blocks between the one that prefetches and the one whose codes it asks for: about as many as an H200 holds at once.
@@ -46,13 +46,6 @@ __device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
 __device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
   return reinterpret_cast<const uint32_t&>(pair);
-}
-
-template <class T>
-__device__ __forceinline__ T round_to(float value) {
-  if constexpr (std::is_same_v<T, float>) return value;
-  else if constexpr (std::is_same_v<T, __half>) return __float2half_rn(value);
-  else return __float2bfloat16_rn(value);
 }
 
 // Outputs of one 16-byte store: 4 float32 or 8 16-bit values.
@@ -321,18 +314,6 @@ __global__ void __launch_bounds__(DEQUANT_WARPS* WARP)
 }
 
 // ---- launcher -------------------------------------------------------------------------------------------------------
-
-inline int launch_status() {
-  const cudaError_t error = cudaGetLastError();
-  if (error == cudaSuccess) return NF4L_OK;
-  return error == cudaErrorNoKernelImageForDevice ? NF4L_NO_KERNEL_IMAGE : NF4L_CUDA_ERROR - int(error);
-}
-
-inline int log2_of(int64_t power_of_two) {
-  int log2 = 0;
-  while ((int64_t(1) << log2) < power_of_two) ++log2;
-  return log2;
-}
 
 template <class F>
 Codebook codebook_of() {

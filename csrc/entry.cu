@@ -2,13 +2,36 @@
 #include <cuda_runtime.h>
 
 #include "dequant.cuh"
+#include "device.cuh"
+#include "dispatch.h"
 #include "nf4linear.h"
+#include "small_batch_launch.h"
 #include "validate.h"
 
 // Compiled in inst_dequant_*.cu, one translation unit each.
 extern template int nf4l::launch_dequantize_as<float>(const nf4l_weight&, void*, cudaStream_t);
 extern template int nf4l::launch_dequantize_as<__half>(const nf4l_weight&, void*, cudaStream_t);
 extern template int nf4l::launch_dequantize_as<__nv_bfloat16>(const nf4l_weight&, void*, cudaStream_t);
+
+namespace nf4l {
+namespace {
+
+struct LinearCall {
+  int device;
+  DeviceInfo info;
+  Launch launch;
+};
+
+// What to launch for these arguments on the current device; or a negative status.
+int plan_linear(const nf4l_weight* weight, const nf4l_linear_args* args, LinearCall& call) {
+  if (const int status = check_linear(weight, args)) return status;
+  if (const int status = current_device(call.device, call.info)) return status;
+  call.launch = pick(call.info, *weight, *args);
+  return NF4L_OK;
+}
+
+}  // namespace
+}  // namespace nf4l
 
 extern "C" {
 
@@ -28,11 +51,24 @@ int nf4l_cuda_dequantize(const nf4l_weight* weight, int32_t dtype, void* out, vo
   return nf4l::launch_dequantize(*weight, dtype, out, static_cast<cudaStream_t>(stream));
 }
 
-size_t nf4l_cuda_workspace_bytes(void) { return 0; }
+int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_args* args) {
+  nf4l::LinearCall call;
+  const int status = nf4l::plan_linear(weight, args, call);
+  if (status < 0) return status;
+  return call.launch.engine == nf4l::Engine::small_batch ? call.launch.small_batch.workspace_bytes : 0;
+}
 
-int nf4l_cuda_linear(const nf4l_weight* weight, const nf4l_linear_args* args, void*) {
-  if (const int status = nf4l::check_linear(weight, args)) return status;
-  return args->m == 0 ? NF4L_OK : NF4L_USE_GEMM;
+int nf4l_cuda_linear(const nf4l_weight* weight, const nf4l_linear_args* args, void* stream) {
+  nf4l::LinearCall call;
+  if (const int status = nf4l::plan_linear(weight, args, call)) return status;
+  const auto run = args->dtype == NF4L_F16 ? nf4l::run_small_batch<__half> : nf4l::run_small_batch<__nv_bfloat16>;
+  switch (call.launch.engine) {
+    case nf4l::Engine::nothing: return NF4L_OK;
+    case nf4l::Engine::gemm: return NF4L_USE_GEMM;
+    case nf4l::Engine::small_batch:
+      return run(call.launch.small_batch, *weight, *args, call.device, call.info, static_cast<cudaStream_t>(stream));
+  }
+  return NF4L_USE_GEMM;
 }
 
 }  // extern "C"

@@ -60,12 +60,17 @@ typedef struct nf4l_linear_args {
   int64_t x_stride;
   const void* bias;  // [n] or NULL
   void* y;           // [m, n]
-  void* workspace;   // at least nf4l_cuda_workspace_bytes(); zeroed once by the caller, left zeroed by every call
+  void* workspace;   // 16-byte aligned scratch of nf4l_cuda_workspace_bytes(); what it holds does not matter
   size_t workspace_bytes;
 } nf4l_linear_args;
 
 enum nf4l_linear_flags {
-  NF4L_DEPENDENT_LAUNCH = 1 // programmatic dependent launch: everything but the read of x may start before the previous kernel ends
+  // Programmatic dependent launch: the read of the weight may start before the previous kernel of the stream ends, so that
+  // kernel must not write it. x, bias, y and workspace are not touched before.
+  NF4L_DEPENDENT_LAUNCH = 1,
+  // For tuning, in place of the launch table's choice: 1 + a small-batch shape in bits 8..15, slices of k in bits 16..23.
+  NF4L_TUNE_SHAPE_SHIFT = 8,
+  NF4L_TUNE_SLICES_SHIFT = 16
 };
 
 // ---- libnf4linear_cuda -------------------------------------------------------------------------------------------------
@@ -77,8 +82,9 @@ NF4L_API const char* nf4l_cuda_architectures(void);
 NF4L_API const char* nf4l_cuda_status_text(int status);
 // Writes the whole weight [n, k] row-major in `dtype`, bit-identical to bitsandbytes' dequantize (4 bit).
 NF4L_API int nf4l_cuda_dequantize(const nf4l_weight* weight, int32_t dtype, void* out, void* stream);
-// Bytes of workspace a linear call on this device may need, for any shape; 0 if none.
-NF4L_API size_t nf4l_cuda_workspace_bytes(void);
+// Bytes of workspace that this call needs on the current device, 0 for most; the pointers in `args` may be NULL or not yet
+// what they will be, but x as aligned as it will be. Negative: a status.
+NF4L_API int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_args* args);
 // NF4L_OK after a launch, NF4L_USE_GEMM when the dispatch table sends the call to dequantize + GEMM.
 NF4L_API int nf4l_cuda_linear(const nf4l_weight* weight, const nf4l_linear_args* args, void* stream);
 

@@ -23,6 +23,8 @@ from .formats import TILE_K4, FourBitSpec, WeightSpec
 
 ABI_VERSION = 1
 OK, USE_GEMM, NO_KERNEL_IMAGE = 0, 1, -2
+# Flag of LinearArgs: the launch may start, and read the weight, before the previous kernel of the stream ends.
+DEPENDENT_LAUNCH = 1
 
 FORMAT_IDS = {"nf4": 0, "fp4": 1, "w8_s8": 2, "w8_u8": 3}
 LAYOUT_IDS = {"flat": 0, "tile16x64": 1, "tile16x32": 2}
@@ -129,7 +131,8 @@ class _Library:
         function.argtypes = arguments
         return function
 
-    def _check(self, status: int, call: str) -> None:
+    def check(self, status: int, call: str) -> None:
+        """Raise NativeError for a negative status."""
         if status < 0:
             text = self._status_text(status).decode()
             raise NativeError(f"nf4linear {call} on {self.kind} failed with status {status}: {text} ({self.path})")
@@ -149,13 +152,13 @@ class CpuLibrary(_Library):
     def dequantize(self, weight: Weight, out: Tensor) -> bool:
         """Writes the weight [n, k] into contiguous `out`."""
         status = self._dequantize(byref(weight), DTYPE_IDS[out.dtype], out.data_ptr(), torch.get_num_threads())
-        self._check(status, "dequantize")
+        self.check(status, "dequantize")
         return True
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor) -> bool:
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor, flags: int = 0) -> bool:
         """Writes x [m, k] times the weight into y [m, n]; False when the library leaves the call to a GEMM."""
-        status = self._linear(byref(weight), byref(_linear_args(x, bias, y, None)), torch.get_num_threads())
-        self._check(status, "linear")
+        status = self._linear(byref(weight), byref(_linear_args(x, bias, y, flags)), torch.get_num_threads())
+        self.check(status, "linear")
         return status == OK
 
 
@@ -167,21 +170,23 @@ class CudaLibrary(_Library):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_void_p)
-        self._linear = self._bind("linear", c_int, POINTER(Weight), POINTER(LinearArgs), c_void_p)
-        self._query_workspace = self._bind("workspace_bytes", c_size_t)
+        # launch(weight, args, stream) -> status, on the current device: for callers that have prepared everything.
+        self.launch = self._bind("linear", c_int, POINTER(Weight), POINTER(LinearArgs), c_void_p)
+        self._workspace_bytes = self._bind("workspace_bytes", c_int64, POINTER(Weight), POINTER(LinearArgs))
         self.architectures = self._bind("architectures", c_char_p)().decode()
         self.description = f"CUDA library for {self.architectures}"
-        self._workspace_bytes: dict[int, int] = {}
-        self._workspaces: dict[tuple[int, int], Tensor] = {}
         self._foreign_devices: set[int] = set()
 
     def dequantize(self, weight: Weight, out: Tensor) -> bool:
         """Writes the weight [n, k] into contiguous `out`; False when the library has no code for this GPU."""
         return self._on_device(out.device.index, self._launch_dequantize, weight, out)
 
-    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor) -> bool:
-        """Writes x [m, k] times the weight into y [m, n]; False when the library leaves the call to a GEMM."""
-        return self._on_device(x.device.index, self._launch_linear, weight, x, bias, y)
+    def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor, flags: int = 0) -> bool:
+        """Writes x [m, k] times the weight into y [m, n]; False when the library leaves the call to a GEMM.
+
+        `flags` are those of nf4l_linear_args. The weight and x (16-byte aligned rows) are read, never written.
+        """
+        return self._on_device(x.device.index, self._launch_linear, weight, x, bias, y, flags)
 
     def _on_device(self, device: int, launch, *args) -> bool:
         """Kernels go to the thread's current device, so a tensor of another GPU needs it switched for the launch."""
@@ -202,46 +207,39 @@ class CudaLibrary(_Library):
                 stacklevel=2,
             )
         else:
-            self._check(status, "launch")
+            self.check(status, "launch")
         return status == OK
 
     def _launch_dequantize(self, device: int, weight: Weight, out: Tensor) -> int:
         stream = torch._C._cuda_getCurrentRawStream(device)
         return self._dequantize(byref(weight), DTYPE_IDS[out.dtype], out.data_ptr(), stream)
 
-    def _launch_linear(self, device: int, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor) -> int:
-        stream = torch._C._cuda_getCurrentRawStream(device)
-        args = _linear_args(x, bias, y, self._workspace(device, stream))
-        return self._linear(byref(weight), byref(args), stream)
+    def workspace_bytes(self, weight: Weight, args: LinearArgs) -> int:
+        """Bytes of scratch that `launch` needs for these arguments on the current device; 0 for most."""
+        size = self._workspace_bytes(byref(weight), byref(args))
+        self.check(min(size, 0), "workspace query")
+        return size
 
-    def _workspace(self, device: int, stream: int) -> Tensor | None:
-        """Zeroed memory that every launch leaves zeroed; launches of one stream share it, two streams never do."""
-        size = self._workspace_bytes.get(device)
-        if size is None:
-            size = self._workspace_bytes[device] = self._query_workspace()
-        if size == 0:
-            return None
-        if torch.cuda.is_current_stream_capturing():
-            # It must come from the graph's own pool, which keeps it for every replay; the fill is part of the graph.
-            return torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
-        workspace = self._workspaces.get((device, stream))
-        if workspace is None:
-            workspace = torch.zeros(size, dtype=torch.uint8, device=f"cuda:{device}")
-            self._workspaces[device, stream] = workspace
-        return workspace
+    def _launch_linear(self, device: int, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor, flags: int) -> int:
+        args = _linear_args(x, bias, y, flags)
+        # Scratch of this call alone: torch gives it to the next operation of the stream, and CUDA graphs replay it.
+        if size := self.workspace_bytes(weight, args):
+            workspace = x.new_empty(size, dtype=torch.uint8)
+            args.workspace, args.workspace_bytes = workspace.data_ptr(), size
+        return self.launch(byref(weight), byref(args), torch._C._cuda_getCurrentRawStream(device))
 
 
-def _linear_args(x: Tensor, bias: Tensor | None, y: Tensor, workspace: Tensor | None) -> LinearArgs:
+def _linear_args(x: Tensor, bias: Tensor | None, y: Tensor, flags: int) -> LinearArgs:
     return LinearArgs(
         DTYPE_IDS[x.dtype],
-        0,
+        flags,
         x.shape[0],
         x.data_ptr(),
         x.stride(0),
         None if bias is None else bias.data_ptr(),
         y.data_ptr(),
-        None if workspace is None else workspace.data_ptr(),
-        0 if workspace is None else workspace.numel(),
+        None,
+        0,
     )
 
 

@@ -5,6 +5,8 @@ Both take the packed tensors of one weight as plain arguments, so that torch.com
     qweight, scales             packed codes and block (or row) scales, see formats.py
     nested_code, nested_absmax, nested_offset     second-level scales, all None without double quantization
     format, n, k, blocksize     the spec; blocksize is the group size of 8-bit formats, 0 for one scale a row
+    settled                     linear only: no kernel that may still run writes the weight, so on CUDA its first reads
+                                may overlap with the previous kernel (programmatic dependent launch)
 
 CPU and CUDA tensors go to the native libraries where there are any, everything else to the torch reference. The result
 never depends on which was picked, up to the order of summation.
@@ -19,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import native, reference, reorder
+from . import native, reference, reorder, selfcheck
 from .formats import FourBitSpec, WeightSpec, make_spec
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -28,7 +30,7 @@ _WEIGHT = "Tensor qweight, Tensor scales, Tensor? nested_code, Tensor? nested_ab
 _SPEC = "str format, int n, int k, int blocksize"
 _library = torch.library.Library("nf4linear", "DEF")
 _library.define(f"dequantize({_WEIGHT}, {_SPEC}, ScalarType dtype) -> Tensor")
-_library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias, {_SPEC}) -> Tensor")
+_library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias, {_SPEC}, bool settled=False) -> Tensor")
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
@@ -140,7 +142,9 @@ def _dequantize_native(qweight, scales, nested_code, nested_absmax, nested_offse
 # ---- linear ----------------------------------------------------------------------------------------------------------
 
 
-def _linear_gemm(x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize):
+def _linear_gemm(
+    x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize, settled=False
+):
     """Dequantize, then the framework's GEMM: the row of the dispatch table that takes every call."""
     _check_input(x, bias, n, k)
     _check_same_device(x, qweight)
@@ -153,7 +157,9 @@ def _linear_gemm(x, qweight, scales, nested_code, nested_absmax, nested_offset, 
         return F.linear(rows, weight, bias).view(*x.shape[:-1], n)
 
 
-def _linear_native(x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize):
+def _linear_native(
+    x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize, settled=False
+):
     weight = (qweight, scales, nested_code, nested_absmax, nested_offset)
     library = native.library(x.device.type)
     if library:
@@ -161,14 +167,17 @@ def _linear_native(x, qweight, scales, nested_code, nested_absmax, nested_offset
         _check_input(x, bias, n, k)
         _check_same_device(x, qweight)
         _check_weight(spec, *weight)
-        weight = _aligned(weight)
         y = x.new_empty((*x.shape[:-1], n))
         if y.numel() == 0:
             return y
-        rows = _kernel_rows(x.reshape(-1, k))
-        bias = bias if bias is None else bias.contiguous()
-        if library.linear(native.describe_weight(spec, *weight), rows, bias, y.view(-1, n)):
-            return y
+        if not x.is_cuda or selfcheck.fused_allowed(library, x.device.index, x.dtype):
+            rows = _kernel_rows(x.reshape(-1, k))
+            bias = bias if bias is None else bias.contiguous()
+            aligned = _aligned(weight)
+            settled = settled and all(a is b for a, b in zip(aligned, weight, strict=True))
+            flags = native.DEPENDENT_LAUNCH if settled else 0
+            if library.linear(native.describe_weight(spec, *aligned), rows, bias, y.view(-1, n), flags):
+                return y
     return _linear_gemm(x, *weight, bias, format, n, k, blocksize)
 
 
@@ -178,9 +187,12 @@ def _check_same_device(x: Tensor, qweight: Tensor) -> None:
 
 
 def _kernel_rows(x: Tensor) -> Tensor:
-    """x [m, k] with contiguous rows that do not overlap; a copy where a view has neither."""
+    """x [m, k] with contiguous rows that do not overlap, on CUDA 16-byte aligned; a copy where a view has not."""
     row_stride, stride = x.stride()
-    return x if stride == 1 and row_stride >= x.shape[1] else x.contiguous()
+    plain = stride == 1 and row_stride >= x.shape[1]
+    if x.is_cuda and plain:
+        plain = x.data_ptr() % 16 == 0 and (row_stride * x.element_size() % 16 == 0 or row_stride == x.shape[1])
+    return x if plain else x.clone(memory_format=torch.contiguous_format)
 
 
 # ---- registration ----------------------------------------------------------------------------------------------------
@@ -199,13 +211,15 @@ def _dequantize_fake(qweight, scales, nested_code, nested_absmax, nested_offset,
 
 
 @torch.library.register_fake("nf4linear::linear")
-def _linear_fake(x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize):
+def _linear_fake(
+    x, qweight, scales, nested_code, nested_absmax, nested_offset, bias, format, n, k, blocksize, settled=False
+):
     _check_input(x, bias, n, k)
     return x.new_empty((*x.shape[:-1], n))
 
 
 def _save_weight(ctx, inputs, output):
-    _, *weight, bias, format, n, k, blocksize = inputs
+    _, *weight, bias, format, n, k, blocksize, _ = inputs
     ctx.save_for_backward(*weight)
     ctx.spec = (format, n, k, blocksize)
     ctx.has_bias = bias is not None
@@ -217,7 +231,7 @@ def _linear_backward(ctx, grad):
         grad_x = grad @ dequantize(*ctx.saved_tensors, *ctx.spec, grad.dtype)
     if ctx.has_bias and ctx.needs_input_grad[6]:
         grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
-    return grad_x, None, None, None, None, None, grad_bias, None, None, None, None
+    return grad_x, None, None, None, None, None, grad_bias, None, None, None, None, None
 
 
 torch.library.register_autograd("nf4linear::linear", _linear_backward, setup_context=_save_weight)

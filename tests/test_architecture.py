@@ -14,9 +14,14 @@ CSRC = ROOT / "csrc"
 # From the bottom up. A module not named here belongs to no layer of its own: it may be used by whatever stands above
 # everything that it imports itself.
 PYTHON_CHAIN = (
-    "formats", "layout", "reference", "reorder", "native", "ops", "linear", "bnb", "checkpoint", "patch", "hf", "cli",
+    "formats", "layout", "reference", "reorder", "native", "selfcheck", "eager", "ops", "linear", "bnb", "checkpoint",
+    "patch", "hf", "cli",
 )  # fmt: skip
-C_CHAIN = ("nf4linear.h", "layout.h", "codebook.h", "scale.cuh", "dequant.cuh", "entry.cu")
+C_CHAIN = (
+    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "small_batch_plan.h", "dispatch.h", "launch.cuh",
+    "convert.cuh", "copy.cuh", "scale.cuh", "decode.cuh", "dequant.cuh", "small_batch_load.cuh", "small_batch.cuh",
+    "small_batch_launch.h", "small_batch_launch.cuh", "device.cuh", "entry.cu",
+)  # fmt: skip
 
 
 # ---- Python ----------------------------------------------------------------------------------------------------------

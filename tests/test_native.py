@@ -42,7 +42,7 @@ NF4L_API const char* nf4l_cuda_architectures(void) { return "80,90a"; }
 NF4L_API const char* nf4l_cuda_status_text(int) { return "stub text"; }
 NF4L_API int nf4l_cuda_dequantize(const nf4l_weight*, int32_t, void*, void* stream) {
   last_stream = stream; ++calls; return STATUS; }
-NF4L_API size_t nf4l_cuda_workspace_bytes(void) { return 0; }
+NF4L_API int64_t nf4l_cuda_workspace_bytes(const nf4l_weight*, const nf4l_linear_args*) { return 0; }
 NF4L_API int nf4l_cuda_linear(const nf4l_weight*, const nf4l_linear_args*, void*) { return STATUS; }
 NF4L_API void* stub_stream(void) { return last_stream; }
 NF4L_API int stub_calls(void) { return calls; }

@@ -1,0 +1,57 @@
+// The counters live in the library, not in a workspace: they have to be zero at first, and clearing them in front of each
+// launch would cost as much as a small layer. A workspace that outlives a call is no way out, because torch.compile's
+// CUDA graphs refuse memory that an operator keeps.
+#include "arrivals.h"
+
+#include <mutex>
+
+namespace nf4l {
+namespace {
+
+constexpr int SETS = 4096;  // 4 MB
+
+__device__ unsigned counters[SETS][ARRIVALS];  // zero when the library is loaded onto a device
+
+// Whose a set is. Ids of streams and captures, unlike handles, are never used twice.
+struct Owner {
+  int device;
+  unsigned long long capture, stream;  // capture 0: none
+
+  bool operator==(const Owner& other) const {
+    return device == other.device && capture == other.capture && stream == other.stream;
+  }
+};
+
+unsigned* find_set(const Owner& owner) {
+  static std::mutex mutex;
+  static Owner owners[SETS];
+  static int used = 0;
+  const std::lock_guard<std::mutex> lock(mutex);
+  int set = 0;
+  while (set < used && !(owners[set] == owner)) ++set;
+  if (set == SETS) return nullptr;
+  void* base = nullptr;
+  if (cudaGetSymbolAddress(&base, counters) != cudaSuccess) return nullptr;
+  if (set == used) owners[used++] = owner;
+  return static_cast<unsigned*>(base) + set * ARRIVALS;
+}
+
+}  // namespace
+
+unsigned* arrival_set(int device, cudaStream_t stream) {
+  cudaStreamCaptureStatus capturing;
+  Owner owner = {device, 0, 0};
+  if (cudaStreamGetCaptureInfo(stream, &capturing, &owner.capture) != cudaSuccess) return nullptr;
+  if (cudaStreamGetId(stream, &owner.stream) != cudaSuccess) return nullptr;
+  if (capturing == cudaStreamCaptureStatusNone) owner.capture = 0;
+  // A thread mostly asks for the same stream again.
+  static thread_local Owner last = {-1, 0, 0};
+  static thread_local unsigned* last_set = nullptr;
+  if (!(owner == last)) {
+    last_set = find_set(owner);
+    last = owner;
+  }
+  return last_set;
+}
+
+}  // namespace nf4l

@@ -1,0 +1,26 @@
+// What every engine needs of the arithmetic types and of a warp.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+namespace nf4l {
+
+constexpr int WARP = 32;
+constexpr unsigned ALL_LANES = 0xffffffffu;
+
+template <class T>
+__host__ __device__ __forceinline__ T round_to(float value) {
+  if constexpr (std::is_same_v<T, float>) return value;
+  else if constexpr (std::is_same_v<T, __half>) return __float2half_rn(value);
+  else return __float2bfloat16_rn(value);
+}
+
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+}  // namespace nf4l

@@ -1,0 +1,84 @@
+// Moves between global memory, shared memory and registers: each instruction wrapped once and named after it.
+//
+// Shared memory is addressed by 32-bit offsets in its own window, so that an address may be computed by byte tricks.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+namespace nf4l {
+
+__device__ __forceinline__ uint32_t smem_address(const void* p) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// Read-only table: not volatile, so the compiler may keep many in flight and order them as it likes. The caller orders
+// it after the barrier that follows the table's writing (see PairTable::lane_address).
+__device__ __forceinline__ uint32_t ld_shared_table(uint32_t address) {
+  uint32_t v;
+  asm("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint4 ld_shared_u32x4(uint32_t address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ void st_shared_f32x2(uint32_t address, float2 v) {
+  asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
+}
+
+// 16 bytes of a stream that is read once, kept out of L1; where `wanted` is false, v stays. The predicate is inside: a
+// branch around each load would keep them from being issued together.
+__device__ __forceinline__ void ld_stream_if(uint4& v, const void* p, bool wanted) {
+  asm volatile(
+      "{.reg .pred q; setp.ne.b32 q, %5, 0;\n"
+      "@q ld.global.nc.L1::no_allocate.L2::256B.v4.u32 {%0, %1, %2, %3}, [%4];}"
+      : "+r"(v.x), "+r"(v.y), "+r"(v.z), "+r"(v.w)
+      : "l"(p), "r"(static_cast<int>(wanted)));
+}
+
+__device__ __forceinline__ void ld_if(uint2& v, const void* p, bool wanted) {
+  asm volatile(
+      "{.reg .pred q; setp.ne.b32 q, %3, 0;\n"
+      "@q ld.global.nc.v2.u32 {%0, %1}, [%2];}"
+      : "+r"(v.x), "+r"(v.y)
+      : "l"(p), "r"(static_cast<int>(wanted)));
+}
+
+// Asynchronous copies to shared memory. Where `wanted` is false, zeros are written and nothing is read.
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool wanted) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool wanted) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
+}
+__device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// ---- programmatic dependent launch (sm_90 and later; elsewhere launches are never dependent) ---------------------------
+
+// The next kernel of the stream may start now.
+__device__ __forceinline__ void grid_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+
+// Returns when the kernels before this one have ended and what they wrote can be read.
+__device__ __forceinline__ void grid_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+}  // namespace nf4l

@@ -1,0 +1,26 @@
+// What every launcher needs of the host side of CUDA.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "nf4linear.h"
+
+namespace nf4l {
+
+inline int status_of(cudaError_t error) {
+  if (error == cudaSuccess) return NF4L_OK;
+  cudaGetLastError();  // the caller gets it as a status; nobody else must find it
+  const bool no_image = error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
+  return no_image ? NF4L_NO_KERNEL_IMAGE : NF4L_CUDA_ERROR - int(error);
+}
+
+inline int launch_status() { return status_of(cudaGetLastError()); }
+
+inline int log2_of(int64_t power_of_two) {
+  int log2 = 0;
+  while ((int64_t(1) << log2) < power_of_two) ++log2;
+  return log2;
+}
+
+}  // namespace nf4l

@@ -1,0 +1,115 @@
+"""The short way from an eager module call to a fused CUDA kernel, past torch's dispatcher.
+
+Decoding calls every layer once a token, and through the operator the host would take longer to ask than the GPU to
+answer. Where nothing needs the dispatcher (no gradient, autocast, mode, transform, tracing or tensor subclass) the
+module calls the library itself, with an argument struct kept from call to call. Every case that is not plain goes the
+long way, with the same result.
+"""
+
+from __future__ import annotations
+
+from ctypes import byref
+
+import torch
+from torch import Tensor
+
+from . import native, selfcheck
+from .formats import FourBitSpec, WeightSpec
+
+# Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
+MOST_TOKENS = 64
+
+
+def plain_call(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether `x` is an ordinary CUDA tensor and neither autograd nor any mode has to see what is done with it."""
+    return (
+        type(x) is Tensor
+        and x.is_cuda
+        and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
+        and not torch.is_autocast_enabled("cuda")
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._len_torch_function_stack() == 0
+        and not torch._C._are_functorch_transforms_active()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+class BoundWeight:
+    """One layer's CUDA weight as the library takes it, for activations of one dtype; valid while the pointers are.
+
+    A copied or unpickled layer starts without one.
+    """
+
+    __slots__ = (
+        "_device", "_dtype_id", "_left", "_library", "_scratch", "_settled", "_spec", "_weight", "dtype", "pointers",
+    )  # fmt: skip
+
+    def __init__(self, spec: WeightSpec, library: native.CudaLibrary, tensors: tuple, device: int, dtype: torch.dtype):
+        self.pointers = data_pointers(tensors)
+        self.dtype = dtype
+        self._spec = spec
+        self._library = library
+        self._device = device
+        self._dtype_id = native.DTYPE_IDS[dtype]
+        self._weight = native.describe_weight(spec, *tensors)
+        self._scratch: dict[int, int] = {}  # tokens -> bytes of workspace
+        self._left: set[int] = set()  # numbers of tokens without a fused kernel
+        self._settled = False
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
+
+    def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
+        """x [..., k] times the weight; None where the operator has to do it. The caller has checked `plain_call`."""
+        spec = self._spec
+        tokens = x.numel() // spec.k
+        x_pointer = x.data_ptr()
+        if not 0 < tokens <= MOST_TOKENS or tokens in self._left or x_pointer % 16 or not x.is_contiguous():
+            return None
+        if x.get_device() != self._device or torch.cuda.current_device() != self._device:
+            return None
+        bias_pointer = None
+        if bias is not None:
+            if bias.dtype != self.dtype or not bias.is_contiguous() or bias.get_device() != self._device:
+                return None
+            bias_pointer = bias.data_ptr()
+        y = x.new_empty((*x.shape[:-1], spec.n))
+        # The first call starts after whatever wrote the weight; from then on its reads may start early.
+        flags = native.DEPENDENT_LAUNCH if self._settled else 0
+        args = native.LinearArgs(
+            self._dtype_id, flags, tokens, x_pointer, spec.k, bias_pointer, y.data_ptr(), None, 0
+        )  # fmt: skip
+        scratch = self._scratch.get(tokens)
+        if scratch is None:
+            scratch = self._scratch[tokens] = self._library.workspace_bytes(self._weight, args)
+        if scratch:
+            workspace = x.new_empty(scratch, dtype=torch.uint8)
+            args.workspace, args.workspace_bytes = workspace.data_ptr(), scratch
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        status = self._library.launch(byref(self._weight), byref(args), stream)
+        if status != native.OK:
+            # No kernel for this many tokens, or none for this GPU: the operator knows what to do, and what to say.
+            self._left.add(tokens)
+            return None
+        self._settled = True
+        return y
+
+
+def data_pointers(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
+    return tuple([0 if t is None else t.data_ptr() for t in tensors])
+
+
+def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> BoundWeight | None:
+    """The weight bound for inputs like `x`; None where no fused kernel may take it."""
+    if x.dtype not in (torch.float16, torch.bfloat16) or not isinstance(spec, FourBitSpec):
+        return None
+    if spec.layout != "tile16x64" or x.get_device() != torch.cuda.current_device():
+        return None
+    if any(t is not None and (t.device != x.device or not t.is_contiguous()) for t in tensors):
+        return None
+    if any(t.data_ptr() % 16 for t in tensors[:2]):
+        return None
+    library = native.library("cuda")
+    if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype):
+        return None
+    return BoundWeight(spec, library, tensors, x.get_device(), x.dtype)

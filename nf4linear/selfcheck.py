@@ -1,0 +1,85 @@
+"""First-use check of the fused CUDA kernels: for each GPU and dtype, a small linear against dequantize + GEMM.
+
+A kernel that is wrong on some GPU, driver or build must cost speed there, not answers. The check runs once a process in
+front of the first call that would use the kernels; where it fails, one warning says so and every later call of that
+dtype on that GPU goes through dequantize + GEMM.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from . import native
+from .formats import FourBitSpec, dynamic_map
+
+# Twice the relative error, in the Frobenius norm, that rounding the codebook and the output to the dtype gives.
+TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
+# Ragged in rows and in inputs; one number of tokens for each kind of kernel.
+SPEC = FourBitSpec("nf4", 200, 1088)
+TOKENS = (1, 5, 12, 24, 48)
+
+_verdicts: dict[tuple[int, torch.dtype], bool] = {}
+
+
+def fused_allowed(library: native.CudaLibrary, device: int, dtype: torch.dtype) -> bool:
+    """Whether calls of `dtype` on CUDA device `device` may use the fused kernels; the first one runs the check.
+
+    False while the current stream captures a graph and nothing is known yet: checking would wait for the device.
+    """
+    verdict = _verdicts.get((device, dtype))
+    if verdict is None:
+        if dtype not in TOLERANCES:
+            verdict = False  # float32 has no fused kernel
+        elif torch.cuda.is_current_stream_capturing():
+            return False
+        else:
+            verdict = _check(library, device, dtype)
+        _verdicts[device, dtype] = verdict
+    return verdict
+
+
+def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype) -> bool:
+    with torch.no_grad(), torch.cuda.device(device):
+        worst = max(_error(library, device, dtype, tokens) for tokens in TOKENS)
+    if worst <= TOLERANCES[dtype]:
+        return True
+    warnings.warn(
+        f"nf4linear: the fused kernels of {library.path} give wrong results on {torch.cuda.get_device_name(device)} "
+        f"(cuda:{device}, {dtype}, relative error {worst:.1e}); dequantize + GEMM is used instead, which is slower. "
+        "Please report this with the output of python -m torch.utils.collect_env.",
+        stacklevel=2,
+    )
+    return False
+
+
+def _error(library: native.CudaLibrary, device: int, dtype: torch.dtype, tokens: int) -> float:
+    """Relative error of the fused product, 0 where this size has no fused kernel; infinite if it holds a NaN."""
+    weight, tensors = _random_weight(device)
+    generator = torch.Generator(f"cuda:{device}").manual_seed(tokens)
+    x = torch.randn(tokens, SPEC.k, device=f"cuda:{device}", generator=generator).to(dtype)
+    got = torch.full((tokens, SPEC.n), torch.nan, device=x.device, dtype=dtype)
+    if not library.linear(weight, x, None, got):
+        return 0.0
+    dense = torch.empty(SPEC.n, SPEC.k, device=x.device)
+    library.dequantize(weight, dense)
+    want = x.double() @ dense.double().T
+    error = float((got.double() - want).norm() / want.norm())
+    del tensors  # kept until here: the struct holds bare pointers
+    return error if error == error else torch.inf
+
+
+def _random_weight(device: int) -> tuple[native.Weight, list[Tensor]]:
+    """A packed weight of random codes, and the tensors that its struct points to."""
+    generator = torch.Generator(f"cuda:{device}").manual_seed(0)
+    packed = SPEC.packed_tensors()
+    where = {"device": f"cuda:{device}", "generator": generator}
+    qweight, scales = (
+        torch.randint(0, 256, packed[name].shape, dtype=torch.uint8, **where) for name in ("qweight", "absmax_q")
+    )
+    nested_code = torch.tensor(dynamic_map(), device=where["device"])
+    nested_absmax = torch.rand(packed["nested_absmax"].shape, **where) * 0.01 + 0.01
+    tensors = [qweight, scales, nested_code, nested_absmax, torch.full((), 0.05, device=where["device"])]
+    return native.describe_weight(SPEC, *tensors), tensors
