@@ -234,7 +234,16 @@ def test_steps_that_run_kernels_say_that_they_need_a_gpu(command, tmp_path):
 def test_profile_script_names_every_stage():
     script = profile.script(Path("lab"), Path("w.bin"), program.STAGES, "fp16")
     assert script.startswith("#!/bin/sh\n") and "--clock-control none" in script
-    assert all(f"--stages {stage} " in script for stage in program.STAGES)
+    assert f"--stages {','.join(program.STAGES)} " in script
+
+
+def test_counters_become_a_table():
+    metric = "gpu__time_duration.sum"
+    text = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
+    text += f'"0","v0<__half>(LadderWeight, T1 *)","{metric}","us","77.5"\n'
+    text += f'"1","void dequantize_kernel<FlatOrder, __half>(T1)","{metric}","us","11.0"\n'
+    lines = profile.counter_table(text).splitlines()
+    assert lines[0] == "| counter | v0 | v4 |" and lines[2] == "| time | 77.5 us | 11.0 us |"
 
 
 def test_failure_of_the_program_keeps_its_own_words(tmp_path):
@@ -242,4 +251,4 @@ def test_failure_of_the_program_keeps_its_own_words(tmp_path):
     broken.write_text("#!/bin/sh\necho 'w.bin: wrong magic' >&2\nexit 1\n")
     broken.chmod(0o755)
     with pytest.raises(program.ProgramError, match="wrong magic"):
-        program.run_stages(broken, tmp_path / "w.bin", ("v4",), "fp16")
+        program.run_stages(broken, tmp_path / "w.bin", ("v4",), ("fp16",))

@@ -1,8 +1,6 @@
 // nf4l_lab: reads a weight file, runs stages of the ladder on the GPU, times them and writes the dequantized weights.
 //
 // Needs neither torch nor Python: see CMakeLists.txt beside this and docs/dequantize.md.
-#include <stdlib.h>
-
 #include <algorithm>
 #include <stdexcept>
 #include <string>
@@ -17,16 +15,25 @@
 namespace nf4l::lab {
 namespace {
 
+// One measured combination.
+struct Run {
+  std::string stage, dtype_name;
+  int dtype;
+  void launch(const DeviceWeight& weight, const DeviceBuffer& out, cudaStream_t stream) const {
+    launch_stage(stage, weight, dtype, out.as<void>(), stream);
+  }
+};
+
 // The published protocol: the device is idle before each launch, and the inputs stay where the last launch left them.
-std::vector<float> time_idle(const Options& options, const std::string& stage, const DeviceWeight& weight, void* out,
-                             cudaStream_t stream) {
-  for (int i = 0; i < options.warmup; ++i) launch_stage(stage, weight, options.dtype, out, stream);
+std::vector<float> time_idle(const Run& run, const Options& options, const DeviceWeight& weight,
+                             const DeviceBuffer& out, cudaStream_t stream) {
+  for (int i = 0; i < options.warmup; ++i) run.launch(weight, out, stream);
   std::vector<float> ms;
   Event start, stop;
   for (int i = 0; i < options.repeats; ++i) {
     NF4L_CUDA(cudaDeviceSynchronize());
     start.record(stream);
-    launch_stage(stage, weight, options.dtype, out, stream);
+    run.launch(weight, out, stream);
     stop.record(stream);
     ms.push_back(stop.milliseconds_since(start));
   }
@@ -45,18 +52,20 @@ std::vector<DeviceWeight> cold_copies(const WeightFile& file) {
   return copies;
 }
 
-// Cold inputs: one graph walks over the copies. All write one output, as a framework's allocator would have it.
-std::vector<float> time_cold(const Options& options, const std::string& stage, const std::vector<DeviceWeight>& copies,
-                             void* out, cudaStream_t stream) {
+// Cold inputs: one graph walks over the copies, and is replayed until there were `repeats` launches, and five times at
+// least. All launches write one output, as a framework's allocator would have it. A time is a replay's over the copies.
+std::vector<float> time_cold(const Run& run, const Options& options, const std::vector<DeviceWeight>& copies,
+                             const DeviceBuffer& out, cudaStream_t stream) {
   cudaGraph_t graph;
   cudaGraphExec_t replay;
   NF4L_CUDA(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
-  for (const DeviceWeight& weight : copies) launch_stage(stage, weight, options.dtype, out, stream);
+  for (const DeviceWeight& weight : copies) run.launch(weight, out, stream);
   NF4L_CUDA(cudaStreamEndCapture(stream, &graph));
   NF4L_CUDA(cudaGraphInstantiate(&replay, graph, 0));
+  const int replays = std::max<int>(5, int((options.repeats + copies.size() - 1) / copies.size()));
   std::vector<float> ms;
   Event start, stop;
-  for (int i = -1; i < options.repeats; ++i) {  // one replay to warm up
+  for (int i = -1; i < replays; ++i) {  // one more to warm up
     start.record(stream);
     NF4L_CUDA(cudaGraphLaunch(replay, stream));
     stop.record(stream);
@@ -77,29 +86,38 @@ void write_output(const std::string& path, const DeviceBuffer& out) {
   if (!written || !closed) throw std::runtime_error(path + ": cannot be written");
 }
 
-int run(const Options& options) {
+void measure(const Run& run, const Options& options, const WeightFile& file, const std::vector<DeviceWeight>& weights,
+             const DeviceBuffer& out, cudaStream_t stream) {
+  // The bytes of the report: packed codes, block scales, both tables as they are in the file, output.
+  const size_t bytes = file.payload_bytes() + out.bytes();
+  for (const std::string& protocol : options.protocols) {
+    const std::vector<float> ms = protocol == "cold" ? time_cold(run, options, weights, out, stream)
+                                                     : time_idle(run, options, weights[0], out, stream);
+    const Timing timing = summarize(ms, bytes);
+    printf("%s\n", to_json(run.stage, run.dtype_name, protocol, ms.size(), bytes, timing).c_str());
+  }
+}
+
+int run_all(const Options& options) {
   const WeightFile file = read_weight_file(options.input);
-  const bool cold = options.protocol == "cold" && options.repeats > 0;
+  const auto& protocols = options.protocols;
+  const bool cold = options.repeats > 0 && std::find(protocols.begin(), protocols.end(), "cold") != protocols.end();
   std::vector<DeviceWeight> weights;
   if (cold) weights = cold_copies(file);
   else weights.emplace_back(file);
-  const DeviceBuffer out(size_t(file.numel()) * (options.dtype == NF4L_F32 ? 4 : 2));
   Stream stream;
-  for (const std::string& stage : options.stages) {
-    // NaN in every type: an element that no thread writes shows up in the comparison.
-    NF4L_CUDA(cudaMemset(out.as<void>(), 0xff, out.bytes()));
-    NF4L_CUDA(cudaDeviceSynchronize());
-    launch_stage(stage, weights[0], options.dtype, out.as<void>(), stream);
-    NF4L_CUDA(cudaStreamSynchronize(stream));
-    if (!options.output.empty()) write_output(options.output + "-" + stage + ".raw", out);
-    if (options.repeats == 0) continue;
-
-    const std::vector<float> ms = cold ? time_cold(options, stage, weights, out.as<void>(), stream)
-                                       : time_idle(options, stage, weights[0], out.as<void>(), stream);
-    // The bytes of the report: packed codes, block scales, both tables as they are in the file, output.
-    const size_t bytes = file.payload_bytes() + out.bytes();
-    const Timing timing = summarize(ms, bytes);
-    printf("%s\n", to_json(stage, options.dtype_name, options.protocol, ms.size(), bytes, timing).c_str());
+  for (const std::string& dtype : options.dtypes) {
+    const DeviceBuffer out(size_t(file.numel()) * (dtype == "fp32" ? 4 : 2));
+    for (const std::string& stage : options.stages) {
+      const Run run = {stage, dtype, dtype_of(dtype)};
+      // NaN in every type: an element that no thread writes shows up in the comparison.
+      NF4L_CUDA(cudaMemset(out.as<void>(), 0xff, out.bytes()));
+      NF4L_CUDA(cudaDeviceSynchronize());
+      run.launch(weights[0], out, stream);
+      NF4L_CUDA(cudaStreamSynchronize(stream));
+      if (!options.output.empty()) write_output(options.output + "-" + stage + "-" + dtype + ".raw", out);
+      if (options.repeats > 0) measure(run, options, file, weights, out, stream);
+    }
   }
   return 0;
 }
@@ -109,7 +127,7 @@ int run(const Options& options) {
 
 int main(int argc, char** argv) {
   try {
-    return nf4l::lab::run(nf4l::lab::parse_options(argc, argv, nf4l::lab::stage_names()));
+    return nf4l::lab::run_all(nf4l::lab::parse_options(argc, argv, nf4l::lab::stage_names()));
   } catch (const std::exception& error) {
     fprintf(stderr, "nf4l_lab: %s\n", error.what());
     return 1;

@@ -16,16 +16,14 @@ namespace nf4l::lab {
 
 struct Options {
   std::string input, output;
-  std::vector<std::string> stages = {"v4"};
-  std::string dtype_name = "fp16", protocol = "idle";
-  int dtype = NF4L_F16;
+  std::vector<std::string> stages = {"v4"}, dtypes = {"fp16"}, protocols = {"idle"};
   int warmup = 20, repeats = 100;
 };
 
 constexpr char USAGE[] =
-    "usage: nf4l_lab FILE [--stages NAME,NAME,...] [--dtype fp32|fp16|bf16] [--warmup N] [--repeats N]\n"
-    "                     [--protocol idle|cold] [--output STEM]\n"
-    "FILE is written by `nf4linear lab generate`; each stage writes its output to STEM-<stage>.raw. Stages: ";
+    "usage: nf4l_lab FILE [--stages NAME,...] [--dtypes fp32,fp16,bf16] [--protocols idle,cold] [--warmup N]\n"
+    "                     [--repeats N] [--output STEM]\n"
+    "FILE is written by `nf4linear lab generate`; outputs go to STEM-<stage>-<dtype>.raw. Stages: ";
 
 inline int parse_count(const std::string& name, const std::string& text) {
   char* end = nullptr;
@@ -37,23 +35,23 @@ inline int parse_count(const std::string& name, const std::string& text) {
 }
 
 // Names between commas, each one of `known`.
-inline std::vector<std::string> parse_stages(const std::string& text, const std::vector<std::string>& known) {
-  std::vector<std::string> stages;
+inline std::vector<std::string> parse_names(const std::string& option, const std::string& text,
+                                            const std::vector<std::string>& known) {
+  std::vector<std::string> chosen;
   std::stringstream names(text);
   for (std::string name; std::getline(names, name, ',');) {
     if (std::find(known.begin(), known.end(), name) == known.end()) {
-      throw std::runtime_error("unknown stage '" + name + "'");
+      std::string all;
+      for (const std::string& each : known) all += " " + each;
+      throw std::runtime_error(option + " takes any of" + all + "; got '" + name + "'");
     }
-    stages.push_back(name);
+    chosen.push_back(name);
   }
-  return stages;
+  return chosen;
 }
 
-inline int parse_dtype(const std::string& name) {
-  if (name == "fp32") return NF4L_F32;
-  if (name == "fp16") return NF4L_F16;
-  if (name == "bf16") return NF4L_BF16;
-  throw std::runtime_error("--dtype takes fp32, fp16 or bf16, got '" + name + "'");
+inline int dtype_of(const std::string& name) {
+  return name == "fp32" ? NF4L_F32 : name == "fp16" ? NF4L_F16 : NF4L_BF16;
 }
 
 // Throws with the option, what was got and what is wanted.
@@ -68,9 +66,9 @@ inline Options parse_options(int argc, char** argv, const std::vector<std::strin
     }
     if (i + 1 == argc) throw std::runtime_error(name + " takes a value");
     const std::string value = argv[++i];
-    if (name == "--stages") o.stages = parse_stages(value, stages);
-    else if (name == "--dtype") o.dtype_name = value;
-    else if (name == "--protocol") o.protocol = value;
+    if (name == "--stages") o.stages = parse_names(name, value, stages);
+    else if (name == "--dtypes") o.dtypes = parse_names(name, value, {"fp32", "fp16", "bf16"});
+    else if (name == "--protocols") o.protocols = parse_names(name, value, {"idle", "cold"});
     else if (name == "--output") o.output = value;
     else if (name == "--warmup") o.warmup = parse_count(name, value);
     else if (name == "--repeats") o.repeats = parse_count(name, value);
@@ -80,10 +78,6 @@ inline Options parse_options(int argc, char** argv, const std::vector<std::strin
     std::string usage = USAGE;
     for (const std::string& stage : stages) usage += stage + " ";
     throw std::runtime_error(usage);
-  }
-  o.dtype = parse_dtype(o.dtype_name);
-  if (o.protocol != "idle" && o.protocol != "cold") {
-    throw std::runtime_error("--protocol takes idle or cold, got '" + o.protocol + "'");
   }
   return o;
 }

@@ -116,9 +116,9 @@ def bench(
         chart.require_matplotlib()
         case, times, dtypes = Case(rows, columns, blocksize, tables), Repeats(warmup, repeats), _dtypes(dtype)
         ceiling = bench_step.copy_ceiling()
-        ladder = experiment.ladder_rows(case, dtypes, times, folder, ceiling, _progress)
-        cases = [Case(*size, blocksize, tables) for size in experiment.SIZES] if sweep else []
-        sizes = experiment.sweep_rows(cases, dtypes, times, folder, ceiling, _progress)
+        ladder = experiment.ladder_rows(case, dtypes, times, folder, ceiling)
+        cases = [Case(*size, blocksize, tables) for size in experiment.SIZES]
+        sizes = experiment.sweep_rows(cases, dtypes, times, folder, ceiling, _progress) if sweep else []
         print(experiment.write_results(output or folder / "dequant", case, ladder, sizes, ceiling))
 
 
@@ -130,19 +130,20 @@ def profile(
     dtype: Annotated[str, typer.Option(help="fp32, fp16 or bf16.")] = "fp16",
     tables: Tables = "fp32",
     folder: Folder = FOLDER,
-    script: Annotated[bool, typer.Option("--script", help="Only write the script; profile nothing.")] = False,
+    script: Annotated[bool, typer.Option("--script", help="Only write the script and its weight file.")] = False,
 ) -> None:
-    """Nsight Compute counters of every stage, one CSV file each, and the script that repeats them."""
+    """Nsight Compute counters of every stage: a script, its CSV and a table."""
     with errors_to_exit(console):
         _dtypes([dtype])
         case, built = Case(rows, columns, blocksize, tables), program.find(folder)
+        weight, stem = case.weight_path(folder), folder / f"profile-{dtype}"
+        stem.with_suffix(".sh").write_text(profile_step.script(built, weight, program.STAGES, dtype))
+        console.print(f"wrote {stem}.sh", soft_wrap=True, highlight=False)
         generate_step.generate(case, folder, ())
-        path = folder / f"profile-{dtype}.sh"
-        path.write_text(profile_step.script(built, case.weight_path(folder), program.STAGES, dtype))
-        console.print(f"wrote {path}", soft_wrap=True, highlight=False)
-        for stage in () if script else _progress(program.STAGES, "profiling"):
-            counters = profile_step.profile(built, case.weight_path(folder), stage, dtype)
-            (folder / f"profile-{stage}-{dtype}.csv").write_text(counters)
+        if not script:
+            counters = profile_step.profile(built, weight, program.STAGES, dtype)
+            stem.with_suffix(".csv").write_text(counters)
+            print(profile_step.counter_table(counters))
 
 
 @app.command(name="all")

@@ -37,30 +37,35 @@ def copy_ceiling() -> float:
 
 
 def stage_rows(
-    case: Case, folder: Path, stages: Sequence[str], dtype: str, protocol: str, repeats: Repeats, ceiling: float
+    case: Case, folder: Path, stages: Sequence[str], dtypes: Sequence[str], repeats: Repeats, ceiling: float
 ) -> list[Row]:
-    """Stages through the C++ program."""
+    """Stages through the C++ program, by both protocols."""
     times = program.run_stages(
-        program.find(folder), case.weight_path(folder), stages, dtype,
-        warmup=repeats.warmup, repeats=repeats.repeats, protocol=protocol,
+        program.find(folder), case.weight_path(folder), stages, dtypes,
+        warmup=repeats.warmup, repeats=repeats.repeats, protocols=tuple(PROTOCOLS),
     )  # fmt: skip
-    return [_row(case, each.stage, dtype, protocol, asdict(each), ceiling) for each in times]
+    return [_row(case, each.stage, each.dtype, each.protocol, asdict(each), ceiling) for each in times]
 
 
-def bitsandbytes_row(case: Case, folder: Path, dtype: str, protocol: str, repeats: Repeats, ceiling: float) -> Row:
-    """bitsandbytes' dequantize_4bit of the same file, as Python calls it."""
-    call = _BitsandbytesCall(weight_file.read(case.weight_path(folder)), DTYPES[dtype])
-    ms = _cold_times(call, repeats) if protocol == "cold" else _idle_times(call, repeats)
+def bitsandbytes_rows(case: Case, folder: Path, dtypes: Sequence[str], repeats: Repeats, ceiling: float) -> list[Row]:
+    """bitsandbytes' dequantize_4bit of the same file, as Python calls it, by both protocols."""
+    lab = weight_file.read(case.weight_path(folder))
     payload = case.weight_path(folder).stat().st_size - weight_file.HEADER.size
-    times = {
-        "repeats": len(ms),
-        "bytes": payload + case.rows * case.columns * DTYPES[dtype].itemsize,
-        "mean_ms": statistics.fmean(ms),
-        "median_ms": statistics.median(ms),
-        "min_ms": min(ms),
-        "max_ms": max(ms),
-    }
-    return _row(case, "bitsandbytes", dtype, protocol, times, ceiling)
+    rows = []
+    for dtype in dtypes:
+        call = _BitsandbytesCall(lab, DTYPES[dtype])
+        for protocol, measure in (("idle", _idle_times), ("cold", _cold_times)):
+            ms = measure(call, repeats)
+            times = {
+                "repeats": len(ms),
+                "bytes": payload + case.rows * case.columns * DTYPES[dtype].itemsize,
+                "mean_ms": statistics.fmean(ms),
+                "median_ms": statistics.median(ms),
+                "min_ms": min(ms),
+                "max_ms": max(ms),
+            }
+            rows.append(_row(case, "bitsandbytes", dtype, protocol, times, ceiling))
+    return rows
 
 
 def _row(case: Case, impl: str, dtype: str, protocol: str, times: Row, ceiling: float) -> Row:
@@ -139,5 +144,5 @@ def _cold_times(call: _BitsandbytesCall, repeats: Repeats) -> list[float]:
     with torch.cuda.graph(graph):
         for each in calls:
             each()
-    times = _idle_times(graph.replay, Repeats(1, repeats.repeats))
+    times = _idle_times(graph.replay, Repeats(1, max(5, -(-repeats.repeats // count))))
     return [ms / count for ms in times]

@@ -32,31 +32,26 @@ def correctness(
     """(Markdown table, names of the outputs that failed): every stage's output against the reference output."""
     built = program.find(folder)
     cells, failed = [], []
-    for case, dtype in progress([(case, dtype) for case in cases for dtype in dtypes], "comparing"):
-        generate.generate(case, folder, (dtype,))
-        wanted = generate.read_raw(case.reference_path(folder, dtype), case, dtype)
-        stem = folder / f"{case.name}-{dtype}"
-        program.run_stages(built, case.weight_path(folder), program.STAGES, dtype, output=stem)
-        for stage in program.STAGES:
-            output = folder / f"{stem.name}-{stage}.raw"
-            errors = verify.compare(generate.read_raw(output, case, dtype), wanted)
-            output.unlink()
-            if not errors.exact:
-                failed.append(f"{stage} {dtype} {case.name}")
-            cells.append((f"{case.rows} x {case.columns}", dtype, stage, *errors.cells()))
+    for case in progress(cases, "comparing"):
+        generate.generate(case, folder, dtypes)
+        program.run_stages(built, case.weight_path(folder), program.STAGES, dtypes, output=folder / case.name)
+        for dtype in dtypes:
+            wanted = generate.read_raw(case.reference_path(folder, dtype), case, dtype)
+            for stage in program.STAGES:
+                output = folder / f"{case.name}-{stage}-{dtype}.raw"
+                errors = verify.compare(generate.read_raw(output, case, dtype), wanted)
+                output.unlink()
+                if not errors.exact:
+                    failed.append(f"{stage} {dtype} {case.name}")
+                cells.append((f"{case.rows} x {case.columns}", dtype, stage, *errors.cells()))
     return tables.markdown(["shape", "dtype", "stage", *verify.HEADER], cells), failed
 
 
-def ladder_rows(
-    case: Case, dtypes: Sequence[str], times: Repeats, folder: Path, ceiling: float, progress: Progress
-) -> list[Row]:
+def ladder_rows(case: Case, dtypes: Sequence[str], times: Repeats, folder: Path, ceiling: float) -> list[Row]:
     """Every stage, each optimisation alone and bitsandbytes, in each dtype and by both protocols."""
     generate.generate(case, folder, ())
-    found = []
-    for dtype, protocol in progress([(d, p) for d in dtypes for p in bench.PROTOCOLS], "ladder"):
-        found += bench.stage_rows(case, folder, program.STAGES, dtype, protocol, times, ceiling)
-        found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
-    return found
+    ours = bench.stage_rows(case, folder, program.STAGES, dtypes, times, ceiling)
+    return ours + bench.bitsandbytes_rows(case, folder, dtypes, times, ceiling)
 
 
 def sweep_rows(
@@ -64,12 +59,10 @@ def sweep_rows(
 ) -> list[Row]:
     """V4 and bitsandbytes on each case, in each dtype and by both protocols."""
     found = []
-    for case in progress(cases, "sizes") if cases else ():
+    for case in progress(cases, "sizes"):
         generate.generate(case, folder, ())
-        for dtype in dtypes:
-            for protocol in bench.PROTOCOLS:
-                found += bench.stage_rows(case, folder, ("v4",), dtype, protocol, times, ceiling)
-                found.append(bench.bitsandbytes_row(case, folder, dtype, protocol, times, ceiling))
+        found += bench.stage_rows(case, folder, ("v4",), dtypes, times, ceiling)
+        found += bench.bitsandbytes_rows(case, folder, dtypes, times, ceiling)
     return found
 
 

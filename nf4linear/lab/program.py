@@ -65,15 +65,15 @@ def run_stages(
     program: Path,
     weight: Path,
     stages: Sequence[str],
-    dtype: str,
+    dtypes: Sequence[str],
     *,
     warmup: int = 20,
     repeats: int = 0,
-    protocol: str = "idle",
+    protocols: Sequence[str] = ("idle",),
     output: Path | None = None,
 ) -> list[Timing]:
-    """Run stages of one file: times of each when `repeats` > 0, outputs to `output`-<stage>.raw when it is given."""
-    options = ["--stages", ",".join(stages), "--dtype", dtype, "--protocol", protocol]
+    """Run stages on one file: times when `repeats` > 0; outputs to `output`-<stage>-<dtype>.raw when it is given."""
+    options = ["--stages", ",".join(stages), "--dtypes", ",".join(dtypes), "--protocols", ",".join(protocols)]
     options += ["--warmup", str(warmup), "--repeats", str(repeats)]
     if output is not None:
         options += ["--output", str(output)]

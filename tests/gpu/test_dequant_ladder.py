@@ -37,10 +37,10 @@ def special_weight(n: int, k: int, blocksize: int, tables: str) -> weight_file.L
 
 def check(lab, folder, weight: weight_file.LabWeight, dtype: str) -> None:
     weight_file.write(folder / "w.bin", weight)
-    program.run_stages(lab, folder / "w.bin", program.STAGES, dtype, output=folder / "out")
+    program.run_stages(lab, folder / "w.bin", program.STAGES, (dtype,), output=folder / "out")
     want = reference.dequantize(weight.spec, weight.canonical, DTYPES[dtype])
     for stage in program.STAGES:
-        data = bytearray((folder / f"out-{stage}.raw").read_bytes())
+        data = bytearray((folder / f"out-{stage}-{dtype}.raw").read_bytes())
         got = torch.frombuffer(data, dtype=DTYPES[dtype]).view(want.shape)
         assert same_bits(got, want), stage
 
@@ -65,9 +65,11 @@ def test_fp16_tables(lab, dtype, tmp_path):
 @pytest.mark.parametrize("protocol", ["idle", "cold"])
 def test_times_are_reported(lab, protocol, tmp_path):
     weight_file.write(tmp_path / "w.bin", special_weight(512, 1024, 64, "fp32"))
-    times = program.run_stages(lab, tmp_path / "w.bin", ("v0", "v4"), "fp16", warmup=1, repeats=5, protocol=protocol)
-    assert [t.stage for t in times] == ["v0", "v4"]
-    assert all(0 < t.min_ms <= t.median_ms <= t.max_ms and t.repeats == 5 for t in times)
+    times = program.run_stages(
+        lab, tmp_path / "w.bin", ("v0", "v4"), ("fp16",), warmup=1, repeats=5, protocols=(protocol,)
+    )
+    assert [(t.stage, t.dtype, t.protocol) for t in times] == [("v0", "fp16", protocol), ("v4", "fp16", protocol)]
+    assert all(0 < t.min_ms <= t.median_ms <= t.max_ms and t.repeats >= 5 for t in times)
 
 
 def test_a_damaged_file_is_refused(lab, tmp_path):
@@ -76,4 +78,4 @@ def test_a_damaged_file_is_refused(lab, tmp_path):
     data[-1] ^= 1
     (tmp_path / "w.bin").write_bytes(data)
     with pytest.raises(program.ProgramError, match="checksum"):
-        program.run_stages(lab, tmp_path / "w.bin", ("v4",), "fp16")
+        program.run_stages(lab, tmp_path / "w.bin", ("v4",), ("fp16",))
