@@ -1,8 +1,11 @@
 """The fused kernels for few tokens: exact where they can be, as accurate as dequantize + GEMM elsewhere, and safe
 inside streams and graphs.
 
-What a fused kernel computes: y = round_T(sum over blocks of scale * (sum over the block of round_T(centroid) * x) + bias),
-all sums in float32; T is the 16-bit type of x. So one input of 1 gives round_T(round_T(centroid) * scale), exactly.
+What a fused kernel computes, with T the 16-bit type of x and all sums in float32:
+
+    y = round_T(sum over blocks of scale * (sum over the block of round_T(centroid) * x) + bias)
+
+So a single input of 1 gives round_T(round_T(centroid) * scale), exactly.
 """
 
 import pytest
