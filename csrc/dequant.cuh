@@ -34,8 +34,8 @@ namespace nf4l {
 
 constexpr int UNIT_BYTES = TILE_BYTES;
 constexpr int DEQUANT_WARPS = 8;  // of one block
-// Blocks between the one that prefetches and the one whose codes it asks for: twice what an H200 holds at once. There one
-// time as many was up to 1 % slower, no prefetch 1 to 3 %, and half as many slower than none.
+// Blocks between the one that prefetches and the one whose codes it asks for: twice what an H200 holds at once. On that
+// GPU once as many was up to 1 % slower, no prefetch 1 to 3 %, and half as many slower than none.
 constexpr int PREFETCH_BLOCKS = 2112;
 
 // ---- output ---------------------------------------------------------------------------------------------------------
