@@ -17,7 +17,7 @@ from .checkpoint.progress import Progress
 from .formats import FORMATS, IntegerFormat, spec_from_config
 from .linear import PackedLinear
 from .patch_report import PatchReport, count_parameters, expert_bytes, weight_bytes
-from .select import Layer, select_layers
+from .select import Layer, quantization_method, select_layers
 from .swap import swap_layer
 
 _REPORT = "_nf4linear_report"
@@ -42,10 +42,12 @@ def patch_model(
     too, untying it first. Old tensors are freed layer by layer. A transformers model can be saved with
     save_pretrained and loaded again afterwards.
 
-    `report(model)` tells what was done. Raises ValueError, naming the layer and before anything is changed, when a
-    layer is offloaded, not loaded, inconsistent or not finite.
+    `report(model)` tells what was done. Raises ValueError, before anything is changed, for a model quantized by another
+    method, and naming the layer when one is offloaded, not loaded, inconsistent or not finite.
     """
     formats = _Formats(format, blocksize, double_quant, lm_head)
+    if (method := quantization_method(model)) not in (None, "bitsandbytes", "nf4linear"):
+        raise ValueError(f"the model is quantized with {method!r}; patch_model takes bitsandbytes and plain models")
     selection = select_layers(model, skip, include_head=lm_head is not None)
     for entry in selection.unmatched:
         warnings.warn(f"patch_model: skip entry {entry!r} matches no module of the model", stacklevel=2)

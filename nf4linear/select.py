@@ -37,14 +37,15 @@ class Selection:
 def select_layers(model: nn.Module, skip: Iterable[str] = (), include_head: bool = False) -> Selection:
     """Sort the linear layers of `model` into those to replace and those that stay.
 
-    A model with bitsandbytes layers keeps its other layers as its owner left them; in any other model each plain
-    nn.Linear (or Conv1D) is selected. `skip` adds to the rules: full names, globs, or any run of whole dotted parts.
-    `include_head` selects the output embedding as well, tied or not.
+    A model that bitsandbytes or this package has quantized keeps its other layers as they were left then; in a plain
+    model each nn.Linear (or Conv1D) is selected. `skip` adds to the rules: full names, globs, or any run of whole
+    dotted parts. `include_head` selects the output embedding as well, tied or not.
     """
     skip = [skip] if isinstance(skip, str) else list(skip)
     places = _places(model)
     modules = {names[0]: (module, names) for module, names in places.items()}
     has_bnb = any(bnb.layer_bits(module) and not bnb.skip_reason(module) for module in places)
+    quantizer = "bitsandbytes" if has_bnb else quantization_method(model)
     head = _output_embedding(model)
     reasons = _model_rules(model)
     selection = Selection(unmatched=[e for e in skip if not any(name_matches(name, e) for name in modules)])
@@ -57,13 +58,20 @@ def select_layers(model: nn.Module, skip: Iterable[str] = (), include_head: bool
             continue
         reason = _user_rule(names, skip)
         if reason is None and not bits and not (include_head and module is head):
-            reason = reasons.get(name) or ("bitsandbytes left it in 16 bit" if has_bnb else None)
+            reason = reasons.get(name) or (quantizer and f"{quantizer} left it unquantized")
         reason = reason or _layer_rule(module, bits)
         if reason is None:
             selection.layers.append(Layer(names, module, bits))
         else:
             selection.skipped[name] = reason
     return selection
+
+
+def quantization_method(model: nn.Module) -> str | None:
+    """What transformers has loaded a model with, such as "bitsandbytes" or "nf4linear"; None while it still loads."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    method = None if quantizer is None else quantizer.quantization_config.quant_method
+    return None if method is None else str(getattr(method, "value", method))
 
 
 def name_matches(name: str, entry: str) -> bool:

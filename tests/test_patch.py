@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import types
 import warnings
 
 import bitsandbytes as bnb
@@ -116,6 +117,23 @@ def test_patching_twice_changes_nothing(tiny_bnb):
     patch_model(model, progress=False)
     assert all(model.get_submodule(name) is layer for name, layer in layers.items())
     assert nf4linear.report(model) is report
+
+
+def test_layers_left_out_of_a_packed_checkpoint_stay_out(tiny, tmp_path):
+    patch_model(load(tiny()), skip=["q_proj"], progress=False).save_pretrained(tmp_path)
+    with nf4linear.patched_loading(progress=False):
+        model = load(tmp_path)
+    assert not any("q_proj" in name for name in packed_names(model)) and len(packed_names(model)) == 12
+    patch_model(model, lm_head="w8", progress=False)
+    assert isinstance(model.lm_head, W8Linear) and len(packed_names(model)) == 13
+
+
+def test_a_model_of_another_quantizer_is_refused(tiny):
+    model = load(tiny())
+    model.hf_quantizer = types.SimpleNamespace(quantization_config=types.SimpleNamespace(quant_method="gptq"))
+    with pytest.raises(ValueError, match="gptq"):
+        patch_model(model, progress=False)
+    assert not packed_names(model)
 
 
 def test_copies_and_pickles_of_a_patched_model(tiny_bnb):
