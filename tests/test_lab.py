@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from nf4linear import reference
-from nf4linear.cli.lab import app
+from nf4linear.cli.main import app
 from nf4linear.formats import FourBitSpec
 from nf4linear.lab import generate, profile, program, tables, verify, weight_file
 from nf4linear.lab.generate import Case
@@ -199,7 +199,7 @@ def test_chart(tmp_path):
 
 def test_generate_writes_a_file_and_its_reference(checker, tmp_path):
     options = ["--rows", "16", "--columns", "96", "--folder", str(tmp_path), "--dtype", "fp16", "--dtype", "bf16"]
-    done = CliRunner().invoke(app, ["generate", *options])
+    done = CliRunner().invoke(app, ["lab", "generate", *options])
     assert done.exit_code == 0, done.output
     case = Case(16, 96)
     lab = weight_file.read(case.weight_path(tmp_path))
@@ -219,7 +219,7 @@ def test_generate_writes_a_file_and_its_reference(checker, tmp_path):
     ],
 )
 def test_errors_are_one_line(arguments, message, tmp_path):
-    done = CliRunner().invoke(app, [*arguments, "--folder", str(tmp_path)])
+    done = CliRunner().invoke(app, ["lab", *arguments, "--folder", str(tmp_path)])
     assert done.exit_code == 1
     assert message in " ".join(done.output.split())
 
@@ -227,7 +227,7 @@ def test_errors_are_one_line(arguments, message, tmp_path):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 @pytest.mark.parametrize("command", ["test", "bench"])
 def test_steps_that_run_kernels_say_that_they_need_a_gpu(command, tmp_path):
-    done = CliRunner().invoke(app, [command, "--folder", str(tmp_path)])
+    done = CliRunner().invoke(app, ["lab", command, "--folder", str(tmp_path)])
     assert done.exit_code == 1 and "needs an NVIDIA GPU" in " ".join(done.output.split())
 
 

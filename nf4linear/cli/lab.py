@@ -20,7 +20,12 @@ from ..lab.bench import Repeats
 from ..lab.generate import DTYPES, Case
 from .options import errors_to_exit
 
-app = typer.Typer(help="The dequantize ladder: the published stages V0..V3, and V4 beside them.", no_args_is_help=True)
+lab = typer.Typer(
+    help="The dequantize ladder: the published stages V0..V3, and V4 beside them.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+)
 console = Console(stderr=True)
 
 Rows = Annotated[int, typer.Option(min=1, help="Rows of the weight (out_features).")]
@@ -52,7 +57,7 @@ def _progress(items: Sequence[Any], description: str) -> Iterable[Any]:
     return track(items, description, console=console)
 
 
-@app.command()
+@lab.command()
 def generate(
     rows: Rows = 4096,
     columns: Columns = 4096,
@@ -70,14 +75,14 @@ def generate(
         console.print(f"{case.weight_path(folder)}: {who}", soft_wrap=True, highlight=False)
 
 
-@app.command()
+@lab.command()
 def build(folder: Folder = FOLDER, arch: Arch = None) -> None:
     """Build the stand-alone C++ program with CMake."""
     with errors_to_exit(console):
         console.print(f"built {program.build(folder, arch)}", soft_wrap=True, highlight=False)
 
 
-@app.command()
+@lab.command()
 def test(
     rows: Annotated[int | None, typer.Option(min=1, show_default="the report's cases")] = None,
     columns: Columns = 4096,
@@ -97,7 +102,7 @@ def test(
             raise ValueError(f"{len(failed)} outputs differ from the reference: {', '.join(failed)}")
 
 
-@app.command()
+@lab.command()
 def bench(
     rows: Rows = 4096,
     columns: Columns = 4096,
@@ -122,7 +127,7 @@ def bench(
         print(experiment.write_results(output or folder / "dequant", case, ladder, sizes, ceiling))
 
 
-@app.command()
+@lab.command()
 def profile(
     rows: Rows = 4096,
     columns: Columns = 4096,
@@ -146,7 +151,7 @@ def profile(
             print(profile_step.counter_table(counters))
 
 
-@app.command(name="all")
+@lab.command(name="all")
 def run_all(
     rows: Rows = 4096,
     columns: Columns = 4096,

@@ -8,13 +8,15 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-# In the order of a user's day. Each is the function of that name in the module of that name beside this file.
+# In the order of a user's day. Each is the function, or the group, of that name in the module of that name beside this
+# file.
 COMMANDS = {
     "pack": "Reorder a bitsandbytes or plain checkpoint for nf4linear, once.",
     "unpack": "Write a packed checkpoint as a bitsandbytes one again.",
     "info": "Say what a checkpoint folder holds and whether it is sound.",
     "generate": "Generate text.",
     "perplexity": "Measure perplexity on a text.",
+    "lab": "Reproduce the published ladder of dequantize kernels and measure ours beside it.",
 }
 
 
@@ -33,9 +35,11 @@ class _LazyGroup(TyperGroup):
 
 
 def _load(name: str) -> Any:
-    module = importlib.import_module(f".{name}", __package__)
+    command = getattr(importlib.import_module(f".{name}", __package__), name)
+    if isinstance(command, typer.Typer):  # a group of commands of its own
+        return typer.main.get_command(command)
     alone = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_show_locals=False)
-    alone.command(name)(getattr(module, name))
+    alone.command(name)(command)
     return typer.main.get_command(alone)
 
 
