@@ -11,6 +11,8 @@ import torch
 
 from tiny_models import auto_class, bnb_config, tiny_config
 
+pytest_plugins = ["demo_model"]
+
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

@@ -1,4 +1,4 @@
-"""The demo model for tests: fixtures (a test file names this one in its pytest_plugins), loaded variants, logits."""
+"""The demo model for tests: fixtures (conftest.py makes them known), loaded variants, logits."""
 
 import sys
 from pathlib import Path
@@ -16,7 +16,7 @@ LAYERS = 210  # linear layers of SmolLM2-135M outside its tied head
 
 
 @pytest.fixture(scope="session")
-def folders():
+def demo_folders():
     """(16-bit, bitsandbytes) folders below demo/, built on first use; fails where the model's file cannot be found."""
     sys.path.insert(0, str(ROOT / "tools"))
     from make_demo_model import make_demo_model
@@ -28,15 +28,15 @@ def folders():
 
 
 @pytest.fixture(scope="session")
-def packed(folders, tmp_path_factory):
+def demo_packed(demo_folders, tmp_path_factory):
     folder = tmp_path_factory.mktemp("demo") / "packed"
-    pack_checkpoint(folders[1], folder, progress=False)
+    pack_checkpoint(demo_folders[1], folder, progress=False)
     return folder
 
 
 @pytest.fixture(scope="session")
-def token_ids(folders):
-    tokenizer = AutoTokenizer.from_pretrained(folders[0])
+def demo_tokens(demo_folders):
+    tokenizer = AutoTokenizer.from_pretrained(demo_folders[0])
     return tokenizer(TEXT.read_text(encoding="utf-8"), return_tensors="pt", verbose=False).input_ids[0, :1200]
 
 

@@ -24,13 +24,12 @@ from demo_model import LAYERS, TEXT, load, logits, relative_error
 from nf4linear import native
 from nf4linear.perplexity import perplexity
 
-pytest_plugins = ["demo_model"]  # folders, packed, token_ids
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def oracle_logits(folders, token_ids):
-    return {dtype: logits(load(folders[1], "exact", dtype), token_ids) for dtype in ("float32", "bfloat16")}
+def oracle_logits(demo_folders, demo_tokens):
+    return {dtype: logits(load(demo_folders[1], "exact", dtype), demo_tokens) for dtype in ("float32", "bfloat16")}
 
 
 @pytest.fixture
@@ -39,70 +38,74 @@ def torch_path(monkeypatch):
     monkeypatch.setattr(native, "library", lambda kind: None)
 
 
-def test_float32_logits_of_the_packed_model_are_the_oracle_s(packed, token_ids, oracle_logits):
-    model = load(packed, "nf4linear", "float32")
+def test_float32_logits_of_the_packed_model_are_the_oracle_s(demo_packed, demo_tokens, oracle_logits):
+    model = load(demo_packed, "nf4linear", "float32")
     assert sum(isinstance(module, nf4linear.NF4Linear) for module in model.modules()) == LAYERS
     assert model.dtype == torch.float32
-    assert relative_error(logits(model, token_ids), oracle_logits["float32"]) <= 1e-5
+    assert relative_error(logits(model, demo_tokens), oracle_logits["float32"]) <= 1e-5
 
 
-def test_bfloat16_logits_are_as_near_to_the_float32_oracle_as_the_bfloat16_oracle_is(packed, token_ids, oracle_logits):
-    ours = relative_error(logits(load(packed, "nf4linear", "bfloat16"), token_ids), oracle_logits["float32"])
+def test_bfloat16_logits_are_as_near_to_the_float32_oracle_as_the_bfloat16_oracle_is(
+    demo_packed, demo_tokens, oracle_logits
+):
+    ours = relative_error(logits(load(demo_packed, "nf4linear", "bfloat16"), demo_tokens), oracle_logits["float32"])
     theirs = relative_error(oracle_logits["bfloat16"], oracle_logits["float32"])
     assert ours <= 1.3 * theirs
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 5e-3), ("float32", 1e-5)])
-def test_logits_of_the_torch_path_are_the_oracle_s(packed, token_ids, oracle_logits, torch_path, dtype, tolerance):
-    model = load(packed, "nf4linear", dtype)
-    assert relative_error(logits(model, token_ids), oracle_logits[dtype]) <= tolerance
+def test_logits_of_the_torch_path_are_the_oracle_s(
+    demo_packed, demo_tokens, oracle_logits, torch_path, dtype, tolerance
+):
+    model = load(demo_packed, "nf4linear", dtype)
+    assert relative_error(logits(model, demo_tokens), oracle_logits[dtype]) <= tolerance
 
 
-def test_one_wrong_scale_code_shows_in_the_logits(packed, token_ids, oracle_logits):
-    model = load(packed, "nf4linear", "float32")
+def test_one_wrong_scale_code_shows_in_the_logits(demo_packed, demo_tokens, oracle_logits):
+    model = load(demo_packed, "nf4linear", "float32")
     with torch.no_grad():
         model.model.layers[3].mlp.up_proj.absmax_q[0, 0, 0] ^= 0x10
-    assert relative_error(logits(model, token_ids), oracle_logits["float32"]) > 1e-5
+    assert relative_error(logits(model, demo_tokens), oracle_logits["float32"]) > 1e-5
 
 
-def test_patched_bitsandbytes_model_equals_the_packed_one(folders, packed, token_ids):
-    patched = load(folders[1], "nf4linear", "bfloat16")
-    assert torch.equal(logits(patched, token_ids), logits(load(packed, "nf4linear", "bfloat16"), token_ids))
+def test_patched_bitsandbytes_model_equals_the_packed_one(demo_folders, demo_packed, demo_tokens):
+    patched = load(demo_folders[1], "nf4linear", "bfloat16")
+    assert torch.equal(logits(patched, demo_tokens), logits(load(demo_packed, "nf4linear", "bfloat16"), demo_tokens))
 
 
-def test_perplexity_is_the_oracle_s_within_a_thousandth(folders, packed, token_ids):
-    ours = perplexity(load(packed, "nf4linear", "float32"), token_ids, window=512, stride=500)
-    expected = perplexity(load(folders[1], "exact", "float32"), token_ids, window=512, stride=500)
+def test_perplexity_is_the_oracle_s_within_a_thousandth(demo_folders, demo_packed, demo_tokens):
+    ours = perplexity(load(demo_packed, "nf4linear", "float32"), demo_tokens, window=512, stride=500)
+    expected = perplexity(load(demo_folders[1], "exact", "float32"), demo_tokens, window=512, stride=500)
     assert ours.perplexity == pytest.approx(expected.perplexity, rel=1e-3)
 
 
-def test_bfloat16_perplexity_differs_from_the_oracle_s_by_noise_only(folders, packed, token_ids):
-    ours = perplexity(load(packed, "nf4linear", "bfloat16"), token_ids, window=512, stride=500)
+def test_bfloat16_perplexity_differs_from_the_oracle_s_by_noise_only(demo_folders, demo_packed, demo_tokens):
+    ours = perplexity(load(demo_packed, "nf4linear", "bfloat16"), demo_tokens, window=512, stride=500)
     change, error = ours.relative_to(
-        perplexity(load(folders[1], "exact", "bfloat16"), token_ids, window=512, stride=500)
+        perplexity(load(demo_folders[1], "exact", "bfloat16"), demo_tokens, window=512, stride=500)
     )
     assert error < 4e-3
     assert abs(change) <= 1e-3 + 3 * error
 
 
-def test_eight_bit_perplexity_is_within_a_hundredth_of_16_bit(folders, token_ids):
-    w8 = load(folders[0], "nf4linear", "bfloat16", format="w8_s8")
+def test_eight_bit_perplexity_is_within_a_hundredth_of_16_bit(demo_folders, demo_tokens):
+    w8 = load(demo_folders[0], "nf4linear", "bfloat16", format="w8_s8")
     assert sum(isinstance(module, nf4linear.W8Linear) for module in w8.modules()) == LAYERS
-    ours = perplexity(w8, token_ids, window=512, stride=500)
-    expected = perplexity(load(folders[0], "16-bit", "bfloat16"), token_ids, window=512, stride=500)
+    ours = perplexity(w8, demo_tokens, window=512, stride=500)
+    expected = perplexity(load(demo_folders[0], "16-bit", "bfloat16"), demo_tokens, window=512, stride=500)
     assert ours.perplexity == pytest.approx(expected.perplexity, rel=1e-2)
 
 
-def test_unpacking_gives_the_bitsandbytes_files_back_byte_for_byte(folders, packed, tmp_path):
-    nf4linear.unpack_checkpoint(packed, tmp_path / "back", progress=False)
-    before = sorted(file.name for file in folders[1].glob("*.safetensors"))
+def test_unpacking_gives_the_bitsandbytes_files_back_byte_for_byte(demo_folders, demo_packed, tmp_path):
+    nf4linear.unpack_checkpoint(demo_packed, tmp_path / "back", progress=False)
+    before = sorted(file.name for file in demo_folders[1].glob("*.safetensors"))
     assert before == sorted(file.name for file in (tmp_path / "back").glob("*.safetensors"))
     for name in before:
-        assert (tmp_path / "back" / name).read_bytes() == (folders[1] / name).read_bytes(), name
+        assert (tmp_path / "back" / name).read_bytes() == (demo_folders[1] / name).read_bytes(), name
 
 
-def test_tensors_mapped_from_a_file_are_aligned_for_the_native_library(packed):
-    model = AutoModelForCausalLM.from_pretrained(packed)
+def test_tensors_mapped_from_a_file_are_aligned_for_the_native_library(demo_packed):
+    model = AutoModelForCausalLM.from_pretrained(demo_packed)
     layers = [module for module in model.modules() if isinstance(module, nf4linear.PackedLinear)]
     assert all(tensor.data_ptr() % 16 == 0 for layer in layers for tensor in layer.packed().values())
     assert model.num_parameters() == 134_515_008
@@ -121,11 +124,11 @@ print(json.dumps(model.generate(**inputs, max_new_tokens=24, do_sample=False)[0]
 
 
 @pytest.mark.parametrize(("dtype", "reference"), [("float32", "exact"), ("bfloat16", "nf4linear")])
-def test_from_pretrained_in_a_new_process_gives_the_same_tokens(folders, packed, dtype, reference):
-    run = subprocess.run([sys.executable, "-c", NEW_PROCESS, packed, dtype], capture_output=True, text=True)
+def test_from_pretrained_in_a_new_process_gives_the_same_tokens(demo_folders, demo_packed, dtype, reference):
+    run = subprocess.run([sys.executable, "-c", NEW_PROCESS, demo_packed, dtype], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
-    inputs = AutoTokenizer.from_pretrained(packed)("The White Rabbit", return_tensors="pt")
-    expected = load(folders[1], reference, dtype).generate(**inputs, max_new_tokens=24, do_sample=False)
+    inputs = AutoTokenizer.from_pretrained(demo_packed)("The White Rabbit", return_tensors="pt")
+    expected = load(demo_folders[1], reference, dtype).generate(**inputs, max_new_tokens=24, do_sample=False)
     assert json.loads(run.stdout) == expected[0].tolist()
 
 
@@ -135,19 +138,30 @@ def command(*arguments):
     return subprocess.run([*start, *map(str, arguments)], capture_output=True, text=True)
 
 
-def test_generate_command_answers_and_tells_its_speed(packed):
+def test_generate_command_answers_and_tells_its_speed(demo_packed):
     question = "What is the capital of France?"
-    run = command("generate", packed, "-p", question, "--temperature", 0, "-n", 12, "--device", "cpu")
+    run = command("generate", demo_packed, "-p", question, "--temperature", 0, "-n", 12, "--device", "cpu")
     assert run.returncode == 0, run.stderr
     assert "Paris" in run.stdout
     assert "prefill 37 tokens" in run.stderr and "tokens/s" in run.stderr and "peak memory" in run.stderr
 
 
-def test_perplexity_command_compares_the_variants(folders, packed, tmp_path):
+def test_perplexity_command_compares_the_variants(demo_folders, demo_packed, tmp_path):
     scores_file = tmp_path / "scores.json"
     lengths = ("--max-tokens", 512, "--window", 256, "--stride", 240)
-    options = ("--base", folders[0], "--text", TEXT, "--dtype", "float32", "--device", "cpu", "--json", scores_file)
-    run = command("perplexity", packed, "--compare", *lengths, *options)
+    options = (
+        "--base",
+        demo_folders[0],
+        "--text",
+        TEXT,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--json",
+        scores_file,
+    )
+    run = command("perplexity", demo_packed, "--compare", *lengths, *options)
     assert run.returncode == 0, run.stderr
     scores = json.loads(scores_file.read_text())
     rows = {row["variant"]: row for row in scores["rows"]}
@@ -160,8 +174,8 @@ def test_perplexity_command_compares_the_variants(folders, packed, tmp_path):
         assert variant in run.stdout
 
 
-def test_commands_say_what_to_do_on_a_mistake(tmp_path, packed):
+def test_commands_say_what_to_do_on_a_mistake(tmp_path, demo_packed):
     missing = command("generate", tmp_path / "nothing", "-p", "x")
     assert missing.returncode == 1 and "no model found" in missing.stderr and "Traceback" not in missing.stderr
-    no_text = command("perplexity", packed)
+    no_text = command("perplexity", demo_packed)
     assert no_text.returncode == 1 and "--text FILE" in no_text.stderr and "Traceback" not in no_text.stderr
