@@ -3,6 +3,8 @@
 // CUDA graphs refuse memory that an operator keeps.
 #include "arrivals.h"
 
+#include <stdint.h>
+
 #include <mutex>
 
 namespace nf4l {
@@ -12,7 +14,8 @@ constexpr int SETS = 4096;  // 4 MB
 
 __device__ unsigned counters[SETS][ARRIVALS];  // zero when the library is loaded onto a device
 
-// Whose a set is. Ids of streams and captures, unlike handles, are never used twice.
+// Whose a set is. Ids of streams and captures, unlike handles, are never used twice. A capturing stream must not be asked
+// for its id (cudaStreamGetId ends the capture), so there its handle stands beside the id of the capture.
 struct Owner {
   int device;
   unsigned long long capture, stream;  // capture 0: none
@@ -31,7 +34,12 @@ unsigned* find_set(const Owner& owner) {
   while (set < used && !(owners[set] == owner)) ++set;
   if (set == SETS) return nullptr;
   void* base = nullptr;
-  if (cudaGetSymbolAddress(&base, counters) != cudaSuccess) return nullptr;
+  // The first question loads the variable onto the device, which a capture in its strict mode does not allow.
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  const cudaError_t found = cudaGetSymbolAddress(&base, counters);
+  cudaThreadExchangeStreamCaptureMode(&mode);
+  if (found != cudaSuccess) return nullptr;
   if (set == used) owners[used++] = owner;
   return static_cast<unsigned*>(base) + set * ARRIVALS;
 }
@@ -42,8 +50,12 @@ unsigned* arrival_set(int device, cudaStream_t stream) {
   cudaStreamCaptureStatus capturing;
   Owner owner = {device, 0, 0};
   if (cudaStreamGetCaptureInfo(stream, &capturing, &owner.capture) != cudaSuccess) return nullptr;
-  if (cudaStreamGetId(stream, &owner.stream) != cudaSuccess) return nullptr;
-  if (capturing == cudaStreamCaptureStatusNone) owner.capture = 0;
+  if (capturing == cudaStreamCaptureStatusNone) {
+    owner.capture = 0;
+    if (cudaStreamGetId(stream, &owner.stream) != cudaSuccess) return nullptr;
+  } else {
+    owner.stream = reinterpret_cast<uintptr_t>(stream);
+  }
   // A thread mostly asks for the same stream again.
   static thread_local Owner last = {-1, 0, 0};
   static thread_local unsigned* last_set = nullptr;
