@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "four_bit.h"
 #include "layout.h"
 
 namespace nf4l {
@@ -71,42 +72,28 @@ struct SmallBatchPlan {
   int64_t workspace_bytes;  // 0 with one slice; else partial sums, and a set of arrival counters at its end
 };
 
-struct SmallBatchProblem {
-  int64_t n, k;
-  int64_t blocks_per_row;  // 64-input blocks of the unsharded weight, for the span of second-level scales
-  int log2_group;          // 64-input blocks under one second-level scale
-  bool nested;
-};
-
-// Floats of nested_absmax that a block with `rows` rows may meet, wherever it starts.
-constexpr int64_t nested_span(const SmallBatchProblem& p, int64_t rows) {
-  return p.nested ? (rows * p.blocks_per_row >> p.log2_group) + 2 : 0;
-}
-
 // Cuts a call into `slices` slices at least, more where the activations of one would not fit into shared memory.
 // False when nothing fits, or when an index would leave 32 bits.
-inline bool plan_small_batch(const SmallBatchProblem& p, int shape_index, int slices, int sms, int shared_limit,
+inline bool plan_small_batch(const FourBitProblem& p, int shape_index, int slices, int sms, int shared_limit,
                              SmallBatchPlan& plan) {
   const SmallBatchShape shape = SMALL_BATCH_SHAPES[shape_index];
   const int64_t k_tiles = p.k / TILE_K4, groups = ceil_div(ceil_div(p.n, TILE_ROWS), shape.row_tiles);
   if (groups * k_tiles > INT32_MAX || p.n * p.blocks_per_row > INT32_MAX) return false;
-  for (;; ++slices) {
-    const int64_t slice_tiles = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST;
-    slices = int(ceil_div(k_tiles, slice_tiles));  // no slice is empty
-    int64_t parts = sms / slices < MAX_PARTS ? sms / slices : MAX_PARTS;
+  for (int64_t slice_tiles = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST; slice_tiles > 0; slice_tiles -= BURST) {
+    const int64_t cut = ceil_div(k_tiles, slice_tiles);  // no slice is empty
+    int64_t parts = sms / cut < MAX_PARTS ? sms / cut : MAX_PARTS;
     parts = parts < 1 ? 1 : parts < groups ? parts : groups;
-    const int64_t most_groups = ceil_div(groups, parts);
-    const int64_t nested_groups = nested_span(p, most_groups * shape.row_tiles * TILE_ROWS);
-    if (nested_groups * 4 > shared_limit) return false;
+    const int64_t rows = ceil_div(groups, parts) * shape.row_tiles * TILE_ROWS;
+    const int64_t nested_groups = nested_span(p, rows);
+    if (nested_groups * 4 > shared_limit) continue;
     const int64_t shared = SmallBatchShared(shape, int(nested_groups), int(slice_tiles)).total;
-    if (shared <= shared_limit) {
-      const int64_t sums = slices > 1 ? slices * groups * shape.lane_results() * 32 * 4 + MAX_PARTS * 4 : 0;
-      plan = {shape_index, int(groups), int(parts), int(groups / parts), int(groups % parts), slices, int(slice_tiles),
-              int(shared), sums};
-      return true;
-    }
-    if (slice_tiles <= BURST) return false;
+    if (shared > shared_limit) continue;
+    const int64_t sums = cut > 1 ? cut * groups * shape.lane_results() * 32 * 4 + MAX_PARTS * 4 : 0;
+    plan = {shape_index, int(groups), int(parts), int(groups / parts), int(groups % parts), int(cut), int(slice_tiles),
+            int(shared), sums};
+    return true;
   }
+  return false;
 }
 
 }  // namespace nf4l

@@ -1,0 +1,46 @@
+// Answers for tests/test_dispatch.py what csrc/dispatch.h picks. One question a line on standard input:
+//   arch sms shared_bytes dtype format layout n k blocksize nested m flags x_offset
+// one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
+// workspace).
+#include <iostream>
+#include <sstream>
+#include <string>
+
+#include "dispatch.h"
+
+int main() {
+  std::string line;
+  alignas(16) static unsigned char memory[32];
+  static float table[1];
+  while (std::getline(std::cin, line)) {
+    std::istringstream words(line);
+    nf4l::DeviceInfo device = {};
+    nf4l_weight w = {};
+    nf4l_linear_args a = {};
+    bool nested = false;
+    int64_t offset = 0;
+    words >> device.arch >> device.sms >> device.shared_bytes >> a.dtype >> w.format >> w.layout >> w.n >> w.k >>
+        w.blocksize >> nested >> a.m >> a.flags >> offset;
+    if (!words) {
+      std::cerr << "cannot read: " << line << '\n';
+      return 1;
+    }
+    w.nested_code = nested ? table : nullptr;
+    w.kb_full = w.k / 64;
+    a.x = memory + offset;
+    a.x_stride = w.k;
+    const nf4l::Launch launch = nf4l::pick(device, w, a);
+    switch (launch.engine) {
+      case nf4l::Engine::nothing: std::cout << "nothing\n"; break;
+      case nf4l::Engine::gemm: std::cout << "gemm\n"; break;
+      case nf4l::Engine::small_batch: {
+        const nf4l::SmallBatchPlan& p = launch.small_batch;
+        const nf4l::SmallBatchShape shape = nf4l::SMALL_BATCH_SHAPES[p.shape];
+        std::cout << "small_batch " << shape.row_tiles << ' ' << shape.tokens << ' ' << p.slices << ' ' << p.slice_tiles
+                  << ' ' << p.parts << ' ' << p.base_groups << ' ' << p.extra_groups << ' ' << p.shared_bytes << ' '
+                  << p.workspace_bytes << '\n';
+        break;
+      }
+    }
+  }
+}

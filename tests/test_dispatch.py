@@ -1,0 +1,128 @@
+"""csrc/dispatch.h on the host: what it picks, against a checked-in table, and that its plans hold.
+
+After a wanted change of the launch table: python tests/test_dispatch.py writes the table anew; read its diff.
+"""
+
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+HOST = Path(__file__).parent / "host"
+CSRC = Path(__file__).parents[1] / "csrc"
+TABLE = HOST / "dispatch_table.txt"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+# Name -> compute capability, SMs, shared memory a block may use.
+DEVICES = {
+    "H200": (90, 132, 232448),
+    "A100": (80, 108, 166912),
+    "A10": (86, 72, 101376),
+    "L4": (89, 58, 101376),
+    "B200": (100, 148, 232448),
+    "RTX 5090": (120, 170, 101376),
+}
+F32, F16, BF16 = 0, 1, 2
+NF4, FP4, W8_S8 = 0, 1, 2
+FLAT, TILED, TILED_W8 = 0, 1, 2
+SHAPES = (
+    (576, 576), (192, 576), (1024, 4096), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192),
+    (57344, 8192), (8192, 28672), (128256, 4096),
+)  # fmt: skip
+TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65)
+
+
+def question(device, n, k, m, dtype=BF16, format=NF4, layout=TILED, blocksize=64, nested=1, flags=0, offset=0):
+    return " ".join(map(str, (*device, dtype, format, layout, n, k, blocksize, nested, m, flags, offset)))
+
+
+def compile_dispatch(folder: Path) -> Path:
+    program = folder / "dispatch"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    subprocess.run([COMPILER, *flags, str(HOST / "dispatch.cpp"), "-o", str(program)], check=True)
+    return program
+
+
+def answers(program: Path, questions: list[str]) -> list[str]:
+    text = "\n".join(questions) + "\n"
+    return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def table_lines(program: Path) -> list[str]:
+    cells = [(name, n, k, m) for name in DEVICES for n, k in SHAPES for m in TOKENS]
+    got = answers(program, [question(DEVICES[name], n, k, m) for name, n, k, m in cells])
+    return [f"{name}  {n}x{k}  m={m}: {answer}" for (name, n, k, m), answer in zip(cells, got, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return compile_dispatch(tmp_path_factory.mktemp("dispatch"))
+
+
+def test_the_table(program):
+    assert table_lines(program) == TABLE.read_text().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("case", "want"),
+    [
+        ({"m": 0}, "nothing"),
+        ({"dtype": F32}, "gemm"),
+        ({"layout": FLAT}, "gemm"),
+        ({"format": W8_S8, "layout": TILED_W8, "nested": 0}, "gemm"),
+        ({"offset": 2}, "gemm"),  # rows that start anywhere
+        ({"m": 100_000}, "gemm"),
+        ({"n": 1 << 30, "k": 4096}, "gemm"),  # more blocks than 32-bit indices count
+        ({"format": FP4}, "small_batch"),
+        ({"nested": 0}, "small_batch"),
+        ({"blocksize": 4096}, "small_batch"),
+        ({"dtype": F16}, "small_batch"),
+    ],
+)
+def test_what_is_left_to_the_framework(program, case, want):
+    asked = {"n": 4096, "k": 4096, "m": 4} | case
+    (answer,) = answers(program, [question(DEVICES["H200"], **asked)])
+    assert answer.split()[0] == want
+
+
+def check_plan(answer: str, device: tuple[int, int, int], n: int, k: int, m: int) -> None:
+    """The blocks of a plan cover every row group and every tile once, and fit."""
+    row_tiles, tokens, slices, slice_tiles, parts, base, extra, shared, workspace = map(int, answer.split()[1:])
+    _, sms, limit = device
+    groups, tiles = -(-n // (16 * row_tiles)), k // 64
+    assert m <= tokens
+    assert parts * base + extra == groups and 0 <= extra < parts and base >= 1
+    assert slice_tiles % 4 == 0 and (slices - 1) * slice_tiles < tiles <= slices * slice_tiles
+    assert parts * slices <= sms or parts == 1
+    assert parts <= 256 and shared <= limit
+    assert shared >= 65536 + min(tiles, slice_tiles) * tokens * 128
+    assert (workspace == 0) == (slices == 1)
+    assert slices == 1 or workspace >= slices * groups * row_tiles * 16 * tokens * 4
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    device=st.sampled_from(list(DEVICES.values())),
+    n=st.integers(1, 70_000),
+    tiles=st.integers(1, 600),
+    m=st.integers(1, 32),
+    nested=st.integers(0, 1),
+    tuned=st.tuples(st.integers(0, 7), st.integers(0, 20)),
+)
+def test_plans_hold(program, device, n, tiles, m, nested, tuned):
+    flags = tuned[0] << 8 | tuned[1] << 16
+    (answer,) = answers(program, [question(device, n, tiles * 64, m, nested=nested, flags=flags)])
+    if answer != "gemm":
+        check_plan(answer, device, n, tiles * 64, m)
+    elif tuned[0] == 0 and device[2] > 200_000:
+        pytest.fail("a GPU with Hopper's shared memory takes every shape up to 32 tokens")
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        TABLE.write_text("\n".join(table_lines(compile_dispatch(Path(folder)))) + "\n")
