@@ -7,6 +7,8 @@
 
 #include <mutex>
 
+#include "launch.cuh"
+
 namespace nf4l {
 namespace {
 
@@ -64,6 +66,13 @@ unsigned* arrival_set(int device, cudaStream_t stream) {
     last = owner;
   }
   return last_set;
+}
+
+int claim_arrivals(unsigned*& arrivals, int device, cudaStream_t stream, void* spare) {
+  arrivals = arrival_set(device, stream);
+  if (arrivals) return NF4L_OK;
+  arrivals = static_cast<unsigned*>(spare);
+  return status_of(cudaMemsetAsync(spare, 0, ARRIVALS * sizeof(unsigned), stream));
 }
 
 }  // namespace nf4l

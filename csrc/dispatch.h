@@ -79,7 +79,7 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   const int64_t k_tiles = w.k / TILE_K4;
   int log2_group = 0;
   while (TILE_K4 << log2_group < w.blocksize * NESTED_BLOCKSIZE) ++log2_group;
-  const SmallBatchProblem problem = {w.n, w.k, w.kb_full, log2_group, w.nested_code != nullptr};
+  const FourBitProblem problem = {w.n, w.k, w.kb_full, log2_group, w.nested_code != nullptr};
   const auto plan = [&](int shape, int slices) {
     return plan_small_batch(problem, shape, slices, device.sms, device.shared_bytes, launch.small_batch);
   };

@@ -6,33 +6,24 @@
 #include <stdint.h>
 
 #include "copy.cuh"
-#include "decode.cuh"
+#include "four_bit.cuh"
 #include "layout.h"
 #include "mma_sm80.cuh"
 #include "small_batch_plan.h"
 
 namespace nf4l {
 
-struct SmallBatchArgs {
-  const uint8_t* codes;         // [row_tiles][k_tiles][512]
-  const uint8_t* scales;        // absmax_q [row_tiles][ceil(k_tiles / 4)][64], or absmax: float [row_tiles][k_tiles][16]
-  const float* nested_code;     // [256], NULL with plain absmax
-  const float* nested_absmax;   // one for 2^log2_group blocks of the unsharded weight
-  const float* nested_offset;
+struct SmallBatchArgs : FourBitWeight {
   const char* x;                // [m] rows of k 16-bit values, 16-byte aligned
   int64_t x_row_bytes;
   const void* bias;             // [n] or NULL
   void* y;                      // [m, n]
   float* partials;              // [slices][groups][lane_results][32]
   unsigned* arrivals;           // [parts], zero before and after
-  int64_t first_block;          // of the weight in the unsharded one, in blocks of 64 inputs
-  int blocks_per_row;           // of the unsharded weight
-  int log2_group;
-  int m, n, row_tiles, k_tiles;
+  int m;
   int groups, base_groups, extra_groups, slice_tiles;
   bool dependent;               // launched before the previous kernel ended
   uint32_t zero;                // 0, and no compiler knows it
-  Codebook16 codebook;
 };
 
 // What a block works on.
@@ -50,25 +41,6 @@ struct BlockWork {
     tiles = min(a.k_tiles - first_tile, a.slice_tiles);
     bursts = (tiles + BURST - 1) / BURST;
     units = groups * bursts;
-  }
-};
-
-// Second-level scales of a block's rows in shared memory, and where the block of a row and tile finds its own.
-struct NestedGroups {
-  int first, count, last;  // groups of the unsharded weight: first of the part, how many, the last that exists
-  int offset;              // of the part's first block in group `first`
-
-  __device__ __forceinline__ NestedGroups(const SmallBatchArgs& a, int first_row, int rows) {
-    const int64_t block = a.first_block + int64_t(first_row) * a.blocks_per_row;
-    first = int(block >> a.log2_group);
-    offset = int(block - (int64_t(first) << a.log2_group));
-    count = ((offset + (rows - 1) * a.blocks_per_row + a.k_tiles - 1) >> a.log2_group) + 1;
-    last = int((a.first_block + int64_t(a.n - 1) * a.blocks_per_row + a.k_tiles - 1) >> a.log2_group);
-  }
-
-  // Padding rows may lie beyond the last group: theirs is read in its place, and their results are never stored.
-  __device__ __forceinline__ void load_async(const SmallBatchArgs& a, uint32_t to, int thread, int threads) const {
-    for (int i = thread; i < count; i += threads) cp_async_4(to + 4 * i, a.nested_absmax + min(first + i, last), true);
   }
 };
 

@@ -18,9 +18,9 @@ PYTHON_CHAIN = (
     "patch", "hf", "cli",
 )  # fmt: skip
 C_CHAIN = (
-    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "small_batch_plan.h", "dispatch.h", "launch.cuh",
-    "convert.cuh", "copy.cuh", "scale.cuh", "decode.cuh", "dequant.cuh", "small_batch_load.cuh", "small_batch.cuh",
-    "small_batch_launch.h", "small_batch_launch.cuh", "device.cuh", "entry.cu",
+    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "four_bit.h", "small_batch_plan.h", "dispatch.h", "launch.cuh",
+    "convert.cuh", "copy.cuh", "scale.cuh", "decode.cuh", "dequant.cuh", "four_bit.cuh", "small_batch_load.cuh",
+    "small_batch.cuh", "small_batch_launch.h", "small_batch_launch.cuh", "device.cuh", "entry.cu",
 )  # fmt: skip
 
 

@@ -1,0 +1,25 @@
+// A 4-bit product as the fused engines' planners see it. Plain C++, so that tests and dispatch.h need no CUDA.
+#ifndef NF4LINEAR_FOUR_BIT_H
+#define NF4LINEAR_FOUR_BIT_H
+
+#include <stdint.h>
+
+#include "layout.h"
+
+namespace nf4l {
+
+struct FourBitProblem {
+  int64_t n, k;
+  int64_t blocks_per_row;  // 64-input blocks of the unsharded weight, for the span of second-level scales
+  int log2_group;          // 64-input blocks under one second-level scale
+  bool nested;
+};
+
+// Floats of nested_absmax that a block with `rows` rows may meet, wherever it starts.
+constexpr int64_t nested_span(const FourBitProblem& p, int64_t rows) {
+  return p.nested ? (rows * p.blocks_per_row >> p.log2_group) + 2 : 0;
+}
+
+}  // namespace nf4l
+
+#endif
