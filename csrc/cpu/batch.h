@@ -15,22 +15,29 @@ struct BatchKernel {
 
   template <int M>
   static void sum_strip(const Tiling& tiling, const uint8_t* tiles, const float* scales, const Element* x, float* result) {
+    // A sum waits for the product before it: with few rows of x, two sums each keep the multipliers busy.
+    constexpr int CHAINS = M <= 4 ? 2 : 1;
     for (int m = 0; m < M; ++m) Isa::store(result + m * LANES, Isa::zero());
     for (int64_t kt = 0; kt < tiling.k_tiles; ++kt) {
       const uint8_t* tile = tiles + kt * TILE_BYTES;
       for (int line = 0; line < TILE_BYTES; line += 64) __builtin_prefetch(tile + PREFETCH_BYTES + line);
-      Vec sum[M];
+      Vec sum[CHAINS][M];
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m) sum[m] = Isa::zero();
-      Math::template for_each_step<Format>(tile, [&](int step, typename Math::Operand w) ALWAYS_INLINE {
+      for (int i = 0; i < CHAINS * M; ++i) sum[i % CHAINS][i / CHAINS] = Isa::zero();
+      Math::template for_each_step<Format>(tile, [&](int group, auto step, typename Math::Operand w) ALWAYS_INLINE {
 #pragma GCC unroll 16
-        for (int m = 0; m < M; ++m) sum[m] = Math::multiply_add(sum[m], w, Math::broadcast(x[step * M + m]));
+        for (int m = 0; m < M; ++m) {
+          Vec& to = sum[step % CHAINS][m];
+          to = Math::multiply_add(to, w, Math::broadcast(x[(Math::GROUP * group + step) * M + m]));
+        }
       });
       x += tiling.tile_k / Math::K_STEP * M;
       const Vec scale = Isa::load(scales + (kt >> tiling.scale_shift) * LANES);
 #pragma GCC unroll 16
-      for (int m = 0; m < M; ++m)
-        Isa::store(result + m * LANES, Isa::multiply_add(Isa::load(result + m * LANES), sum[m], scale));
+      for (int m = 0; m < M; ++m) {
+        const Vec both = CHAINS == 1 ? sum[0][m] : Isa::add(sum[0][m], sum[CHAINS - 1][m]);
+        Isa::store(result + m * LANES, Isa::multiply_add(Isa::load(result + m * LANES), both, scale));
+      }
     }
   }
 

@@ -7,8 +7,9 @@ struct F32Math {
   using Element = float;
   using Operand = typename Isa::Vec;
   static constexpr int K_STEP = 1;
+  static constexpr int GROUP = Isa::GROUP;  // steps
 
-  // Calls body(step, weights of 16 rows) for every input of a tile.
+  // Calls body(group, STEP(), weights of 16 rows) for every input of a tile, step GROUP * group + STEP.
   template <class Format, class Body>
   static void for_each_step(const uint8_t* tile, const Body& body) {
     if constexpr (IS_4BIT<Format>) {

@@ -6,7 +6,8 @@
 //
 // A Math says how products are formed: F32Math multiplies float32 (every level), a Bf16Math pairs of bfloat16 values.
 //   Element, K_STEP      what one lane of the panel and one packed x hold: K_STEP inputs in 4 bytes
-//   for_each_step<Format>(tile, body)      decodes: body(step, one Operand of 16 rows) for each K_STEP inputs of a tile
+//   for_each_step<Format>(tile, body)    decodes: body(group, STEP(), Operand of 16 rows) for each K_STEP inputs of a tile,
+//                        step GROUP * group + STEP; STEP is an integral_constant
 //   pack(x, valid)       one Element from `valid` of K_STEP inputs of x
 //   output_factor<Format>()    what the result still has to be multiplied with
 //   multiply_add(acc, w, x)
@@ -126,8 +127,8 @@ class Gemm {
       const float* scale[PANEL];
       for (int p = 0; p < PANEL; ++p) {
         Element* to = decoded + p * LANES;
-        Math::template for_each_step<Format>(tiles[p] + kt * TILE_BYTES, [=](int step, typename Math::Operand w) ALWAYS_INLINE {
-          Math::store(to + step * PANEL * LANES, w);
+        Math::template for_each_step<Format>(tiles[p] + kt * TILE_BYTES, [=](int group, auto step, typename Math::Operand w) ALWAYS_INLINE {
+          Math::store(to + (Math::GROUP * group + step) * PANEL * LANES, w);
         });
         scale[p] = scales[p] + (kt >> tiling_.scale_shift) * LANES;
       }

@@ -3,6 +3,7 @@
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
 struct Avx2 : Portable {
+  static constexpr int GROUP = 4;  // inputs decoded together
   static constexpr int PANEL = 1;
   static constexpr int MAX_MR = 6;  // 12 sums, one panel vector of two registers
   static constexpr int MAX_IN_REGISTERS = 4;
@@ -36,9 +37,9 @@ struct Avx2 : Portable {
     }
   };
 
-  // Values of 16 rows from 16 codes in each half of `codes`, to body(k, ..) and body(k + 2, ..).
-  template <class Format, class Body>
-  static void look_up(__m256i codes, int k, const Body& body) {
+  // Values of 16 rows from 16 codes in each half of `codes`, for inputs K and K + 2 of a group.
+  template <class Format, int K, class Body>
+  static void look_up(__m256i codes, int group, const Body& body) {
     static constexpr BytePlanes<Format> planes{};
     const auto plane = [&](int b) ALWAYS_INLINE {
       const __m128i table = _mm_loadu_si128(reinterpret_cast<const __m128i*>(planes.plane[b]));
@@ -50,13 +51,15 @@ struct Avx2 : Portable {
     // Four rows of either input in each register.
     const __m256i a = _mm256_unpacklo_epi16(low_01, low_23), b = _mm256_unpackhi_epi16(low_01, low_23);
     const __m256i c = _mm256_unpacklo_epi16(high_01, high_23), d = _mm256_unpackhi_epi16(high_01, high_23);
-    body(k, Vec{_mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x20)),
-                _mm256_castsi256_ps(_mm256_permute2x128_si256(c, d, 0x20))});
-    body(k + 2, Vec{_mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x31)),
-                    _mm256_castsi256_ps(_mm256_permute2x128_si256(c, d, 0x31))});
+    body(group, Constant<K>(),
+         Vec{_mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x20)),
+             _mm256_castsi256_ps(_mm256_permute2x128_si256(c, d, 0x20))});
+    body(group, Constant<K + 2>(),
+         Vec{_mm256_castsi256_ps(_mm256_permute2x128_si256(a, b, 0x31)),
+             _mm256_castsi256_ps(_mm256_permute2x128_si256(c, d, 0x31))});
   }
 
-  // Calls body(k, values of input k in 16 rows).
+  // Calls body(group, K(), values of input GROUP * group + K in 16 rows).
   template <class Format, class Body>
   static void for_each_input4(const uint8_t* tile, const Body& body) {
     const __m256i low_nibble = _mm256_set1_epi8(15);
@@ -67,8 +70,8 @@ struct Avx2 : Portable {
 #pragma GCC unroll 1
       for (int c = 0; c < 8; ++c) {
         const __m256i codes = column[c];
-        look_up<Format>(_mm256_and_si256(_mm256_srli_epi16(codes, 4), low_nibble), 8 * c + 2 * t, body);
-        look_up<Format>(_mm256_and_si256(codes, low_nibble), 8 * c + 2 * t + 1, body);
+        look_up<Format, 0>(_mm256_and_si256(_mm256_srli_epi16(codes, 4), low_nibble), 2 * c + t / 2, body);
+        look_up<Format, 1>(_mm256_and_si256(codes, low_nibble), 2 * c + t / 2, body);
       }
     }
   }
@@ -103,12 +106,13 @@ struct Avx2 : Portable {
       __m256i column[4][2];
       transpose_half8(tile + t * LANE_BYTES, column);
 #pragma GCC unroll 1
-      for (int c = 0; c < 4; ++c)
-        for (int e = 0; e < 2; ++e) {
-          const int k = 8 * c + 2 * t + e;
-          body(k, values(_mm256_castsi256_si128(column[c][e])));
-          body(k + 2, values(_mm256_extracti128_si256(column[c][e], 1)));
-        }
+      for (int c = 0; c < 4; ++c) {
+        const int group = 2 * c + t / 2;
+        body(group, Constant<0>(), values(_mm256_castsi256_si128(column[c][0])));
+        body(group, Constant<1>(), values(_mm256_castsi256_si128(column[c][1])));
+        body(group, Constant<2>(), values(_mm256_extracti128_si256(column[c][0], 1)));
+        body(group, Constant<3>(), values(_mm256_extracti128_si256(column[c][1], 1)));
+      }
     }
   }
 

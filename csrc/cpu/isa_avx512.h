@@ -6,6 +6,7 @@
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
 struct Avx512 {
+  static constexpr int GROUP = 8;  // inputs decoded together
   static constexpr int PANEL = 2;
   static constexpr int MAX_MR = 12;      // 24 sums, two panel vectors
   static constexpr int MAX_IN_REGISTERS = 16;  // rows of x for which batch.h decodes without a panel
@@ -71,19 +72,21 @@ struct Avx512 {
   }
 #endif
 
-  // What `widen` puts beside the byte that lands in the low end of each 32-bit lane.
-  enum Widening { ZERO_EXTENDED, TWICE };
-
-  // Bytes 16 T .. 16 T + 15 of `column`, one in each 32-bit lane (TWICE: and again in its upper half).
-  template <int T, Widening W>
+  // Bytes 16 T .. 16 T + 15 of `column`, one in the low end of each 32-bit lane. Above it: zeros in widen, and in
+  // widen_code, for table look-ups that do not read it, the byte again (VBMI) or zeros.
+  template <int T>
   static __m512i widen(__m512i column) {
+    return _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(column, T));
+  }
+
+  template <int T>
+  static __m512i widen_code(__m512i column) {
 #if defined(__AVX512VBMI__)
     const __m512i byte = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i index = _mm512_add_epi8(_mm512_mullo_epi32(byte, _mm512_set1_epi32(0x00010001)), _mm512_set1_epi8(16 * T));
-    return _mm512_maskz_permutexvar_epi8(W == TWICE ? 0x5555555555555555 : 0x1111111111111111, index, column);
+    const __m512i index = _mm512_add_epi8(_mm512_mullo_epi32(byte, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi8(16 * T));
+    return _mm512_permutexvar_epi8(index, column);
 #else
-    static_assert(W == ZERO_EXTENDED, "only bfloat16 products, which come with VBMI, want bytes twice");
-    return _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(column, T));
+    return widen<T>(column);
 #endif
   }
 
@@ -128,21 +131,40 @@ struct Avx512 {
     }
   }
 
-  // Calls body(k, codes) for the inputs k = 0, 2, .. of a 4-bit tile: high nibble k, low nibble k + 1 of each lane's byte.
-  template <Widening W, class Body>
+  // Calls body(group, K(), codes) for K = 0, 2, 4, 6: the low byte of each lane holds input 8 * group + K of a row in its
+  // high nibble and the next in its low one. K is an integral_constant, so that addresses fold.
+  template <class Body>
   static void for_each_pair4(const uint8_t* tile, const Body& body) {
     __m512i column[8];
     transpose_tile4(tile, column);
 #pragma GCC unroll 1  // keeps the registers for the sums of `body`
     for (int c = 0; c < 8; ++c) {
-      body(8 * c, widen<0, W>(column[c]));
-      body(8 * c + 2, widen<1, W>(column[c]));
-      body(8 * c + 4, widen<2, W>(column[c]));
-      body(8 * c + 6, widen<3, W>(column[c]));
+      body(c, Constant<0>(), widen_code<0>(column[c]));
+      body(c, Constant<2>(), widen_code<1>(column[c]));
+      body(c, Constant<4>(), widen_code<2>(column[c]));
+      body(c, Constant<6>(), widen_code<3>(column[c]));
     }
   }
 
-  // Calls body(k, value of input k, of input k + 1) for the inputs k = 0, 2, .. of an 8-bit tile.
+  // Calls body(group, K(), values of input 8 * group + K in 16 rows).
+  template <class Format, class Body>
+  static void for_each_input4(const uint8_t* tile, const Body& body) {
+    const Vec table = load(CENTROIDS<Format>.value);
+    for_each_pair4(tile, [&](int group, auto k, __m512i code) ALWAYS_INLINE {
+      body(group, Constant<k>(), _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table));
+      body(group, Constant<k + 1>(), _mm512_permutexvar_ps(code, table));
+    });
+  }
+
+  template <class Format, class Body>
+  static void for_each_input8(const uint8_t* tile, const Body& body) {
+    for_each_pair8<Format>(tile, [&](int group, auto k, Vec even, Vec odd) ALWAYS_INLINE {
+      body(group, Constant<k>(), even);
+      body(group, Constant<k + 1>(), odd);
+    });
+  }
+
+  // Calls body(group, K(), values of input 8 * group + K, of the next) for K = 0, 2, 4, 6.
   template <class Format, class Body>
   static void for_each_pair8(const uint8_t* tile, const Body& body) {
     const auto value = [](__m512i code) ALWAYS_INLINE {
@@ -153,29 +175,11 @@ struct Avx512 {
 #pragma GCC unroll 1
     for (int c = 0; c < 4; ++c) {
       const __m512i even = column[c][0], odd = column[c][1];
-      body(8 * c, value(widen<0, ZERO_EXTENDED>(even)), value(widen<0, ZERO_EXTENDED>(odd)));
-      body(8 * c + 2, value(widen<1, ZERO_EXTENDED>(even)), value(widen<1, ZERO_EXTENDED>(odd)));
-      body(8 * c + 4, value(widen<2, ZERO_EXTENDED>(even)), value(widen<2, ZERO_EXTENDED>(odd)));
-      body(8 * c + 6, value(widen<3, ZERO_EXTENDED>(even)), value(widen<3, ZERO_EXTENDED>(odd)));
+      body(c, Constant<0>(), value(widen<0>(even)), value(widen<0>(odd)));
+      body(c, Constant<2>(), value(widen<1>(even)), value(widen<1>(odd)));
+      body(c, Constant<4>(), value(widen<2>(even)), value(widen<2>(odd)));
+      body(c, Constant<6>(), value(widen<3>(even)), value(widen<3>(odd)));
     }
-  }
-
-  // Calls body(k, values of input k in 16 rows).
-  template <class Format, class Body>
-  static void for_each_input4(const uint8_t* tile, const Body& body) {
-    const Vec table = load(CENTROIDS<Format>.value);
-    for_each_pair4<ZERO_EXTENDED>(tile, [&](int k, __m512i code) ALWAYS_INLINE {
-      body(k, _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table));
-      body(k + 1, _mm512_permutexvar_ps(code, table));
-    });
-  }
-
-  template <class Format, class Body>
-  static void for_each_input8(const uint8_t* tile, const Body& body) {
-    for_each_pair8<Format>(tile, [&](int k, Vec even, Vec odd) ALWAYS_INLINE {
-      body(k, even);
-      body(k + 1, odd);
-    });
   }
 
   static __mmask16 first_lanes(int64_t count) { return count < 16 ? static_cast<__mmask16>((1u << count) - 1) : 0xffff; }

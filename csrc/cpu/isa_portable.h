@@ -14,6 +14,7 @@ void store_lanes(T* y, const float* lanes, float factor, const T* bias, int coun
 }
 
 struct Portable {
+  static constexpr int GROUP = 2;  // inputs decoded together
   static constexpr int PANEL = 1;
   static constexpr int MAX_MR = 3;
   static constexpr int MAX_IN_REGISTERS = 2;
@@ -58,7 +59,7 @@ struct Portable {
       for (int j = 0; j < 4; ++j) out[j * LANES + i] = nested.code[codes[4 * i + j]];
   }
 
-  // Calls body(k, values of input k in 16 rows).
+  // Calls body(group, K(), values of input GROUP * group + K in 16 rows); K is an integral_constant: addresses fold.
   template <class Format, class Body>
   static void for_each_input4(const uint8_t* tile, const Body& body) {
     for (int k = 0; k < TILE_K4; k += 2) {
@@ -68,18 +69,22 @@ struct Portable {
         even[lane] = pair[0];
         odd[lane] = pair[1];
       }
-      body(k, load(even));
-      body(k + 1, load(odd));
+      body(k / 2, Constant<0>(), load(even));
+      body(k / 2, Constant<1>(), load(odd));
     }
   }
 
   template <class Format, class Body>
   static void for_each_input8(const uint8_t* tile, const Body& body) {
-    for (int k = 0; k < TILE_K8; ++k) {
-      float value[LANES];
-      for (int lane = 0; lane < LANES; ++lane)
-        value[lane] = static_cast<float>(tile[tile16x32_byte(lane_row(lane), k, TILE_K8)] - Format::BIAS);
-      body(k, load(value));
+    for (int k = 0; k < TILE_K8; k += 2) {
+      float even[LANES], odd[LANES];
+      for (int lane = 0; lane < LANES; ++lane) {
+        const uint8_t* pair = tile + tile16x32_byte(lane_row(lane), k, TILE_K8);
+        even[lane] = static_cast<float>(pair[0] - Format::BIAS);
+        odd[lane] = static_cast<float>(pair[1] - Format::BIAS);
+      }
+      body(k / 2, Constant<0>(), load(even));
+      body(k / 2, Constant<1>(), load(odd));
     }
   }
 

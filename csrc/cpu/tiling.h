@@ -8,6 +8,10 @@ constexpr int LANES = TILE_ROWS;
 
 inline constexpr int lane_row(int lane) { return lane / 2 + lane % 2 * 8; }
 
+// A number that is known when a kernel is compiled, passed as a value.
+template <int N>
+using Constant = std::integral_constant<int, N>;
+
 struct Tiling {
   int64_t strips;    // of 16 rows
   int64_t k_tiles;   // a strip

@@ -1,0 +1,1 @@
+"""Benchmarks against the peers; each writes a JSON file, a table and a plot (benchmarks/results)."""
