@@ -1,4 +1,4 @@
-"""The short way from an eager module call to a fused CUDA kernel, past torch's dispatcher.
+"""The short way from an eager module call to a fused kernel, past torch's dispatcher: on CUDA here, else eager_cpu.py.
 
 Decoding calls every layer once a token, and through the operator the host would take longer to ask than the GPU to
 answer. Where nothing needs the dispatcher (no gradient, autocast, mode, transform, tracing or tensor subclass) the
@@ -13,7 +13,7 @@ from ctypes import byref
 import torch
 from torch import Tensor
 
-from . import native, selfcheck
+from . import eager_cpu, native, selfcheck
 from .formats import FourBitSpec, WeightSpec
 
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
@@ -21,12 +21,12 @@ MOST_TOKENS = 64
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether `x` is an ordinary CUDA tensor and neither autograd nor any mode has to see what is done with it."""
+    """Whether `x` is an ordinary CUDA or CPU tensor and neither autograd nor any mode has to see what is done with it."""
     return (
         type(x) is Tensor
-        and x.is_cuda
+        and (x.is_cuda or x.is_cpu)
         and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
-        and not torch.is_autocast_enabled("cuda")
+        and not torch.is_autocast_enabled(x.device.type)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -99,8 +99,13 @@ def data_pointers(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
     return tuple([0 if t is None else t.data_ptr() for t in tensors])
 
 
-def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> BoundWeight | None:
+Bound = BoundWeight | eager_cpu.BoundCpuWeight
+
+
+def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> Bound | None:
     """The weight bound for inputs like `x`; None where no fused kernel may take it."""
+    if x.is_cpu:
+        return eager_cpu.bind(spec, tensors, data_pointers(tensors), x)
     if x.dtype not in (torch.float16, torch.bfloat16) or not isinstance(spec, FourBitSpec):
         return None
     if spec.layout != "tile16x64" or x.get_device() != torch.cuda.current_device():

@@ -69,7 +69,7 @@ class PackedLinear(nn.Linear):
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
         _, self._scales_name = self._packed_names[:2]
         self._blocksize = spec.blocksize if isinstance(spec, FourBitSpec) else spec.group_size or 0
-        self._bound: eager.BoundWeight | None = None
+        self._bound: eager.Bound | None = None
 
     @staticmethod
     def from_spec(

@@ -7,7 +7,6 @@ import shutil
 import subprocess
 import sys
 import threading
-from ctypes import byref
 from pathlib import Path
 
 import pytest
@@ -236,17 +235,16 @@ def test_same_bits_from_every_thread_and_again(library):
     assert not failures
 
 
-def test_threads_do_not_change_a_bit(library):
+@pytest.mark.parametrize("m", (1, 2, 9, 40))
+def test_threads_do_not_change_a_bit(library, m, monkeypatch):
     spec = FourBitSpec("nf4", 272, 512)
-    weight = Weight(spec)
-    args = {m: native._linear_args(torch.randn(m, spec.k), None, torch.empty(m, spec.n), None) for m in (1, 9)}
-    for m in args:
-        x, results = torch.randn(m, spec.k), []
-        for threads in (1, 2, 3):
-            y = torch.empty(m, spec.n)
-            assert library._linear(byref(weight.struct), byref(native._linear_args(x, None, y, None)), threads) == 0
-            results.append(y)
-        assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+    weight, x, results = Weight(spec), torch.randn(m, spec.k), []
+    for threads in (1, 2, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        y = torch.empty(m, spec.n)
+        assert library.linear(weight.struct, x, None, y)
+        results.append(y)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 
 FORK = """

@@ -1,6 +1,6 @@
 """What the CPU benchmark writes: one JSON file, and a Markdown table and a plot made from it.
 
-    python -m nf4linear.bench.cpu_report benchmarks/results/cpu-linear.json
+python -m nf4linear.bench.cpu_report benchmarks/results/cpu-linear.json
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ def markdown(record: Row) -> str:
         rows = [row for row in record["rows"] if (row["op"], row["n"], row["k"]) == (op, n, k)]
         lines += ["", f"## {OPS[op]}, {n} x {k}", "", "| M | x | implementation | us | faster | read | error |"]
         lines += ["|--:|---|---|--:|--:|--:|--:|"]
-        lines += [_table_row(row) for row in sorted(rows, key=lambda r: (r["m"], r["dtype"], list(NAMES).index(r["impl"])))]
+        lines += [
+            _table_row(row) for row in sorted(rows, key=lambda r: (r["m"], r["dtype"], list(NAMES).index(r["impl"])))
+        ]
     return "\n".join(lines) + "\n"
 
 

@@ -1,0 +1,144 @@
+"""How GPU benchmarks time, what the GPU can do at best, and the head of a result file.
+
+Protocol "cold-graph": one CUDA graph walks over copies of a layer that together exceed the L2 cache four times, so
+every call reads its weight from memory and the host is out of the way. Contenders take turns replaying, and a time is
+the median over rounds.
+"""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import itertools
+import json
+import os
+import platform
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Row = dict[str, Any]
+Call = Callable[[], Any]
+
+PEERS = ("torch", "bitsandbytes", "humming-kernels", "transformers")
+MOST_COPIES = 64
+
+
+def copies_of(nbytes: int) -> int:
+    """Copies of a layer of `nbytes` that together exceed the L2 cache four times."""
+    l2 = torch.cuda.get_device_properties(0).L2_cache_size
+    return max(2, min(MOST_COPIES, 4 * l2 // nbytes + 1))
+
+
+def capture(calls: Sequence[Call]) -> torch.cuda.CUDAGraph:
+    """One graph of all calls; two of them run first, outside, for whatever happens only once."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for call in calls[:2]:
+            call()
+            call()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    return graph
+
+
+def race(contenders: Mapping[str, Sequence[Call]], rounds: int) -> dict[str, float]:
+    """Median microseconds of one call of each contender; they replay in turns, each round from another one on."""
+    graphs = {name: capture(calls) for name, calls in contenders.items()}
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    names = list(contenders)
+    for turn in range(rounds + 1):  # the first round warms up
+        for name in itertools.islice(itertools.cycle(names), turn % len(names), turn % len(names) + len(names)):
+            us = _replay_us(graphs[name]) / len(contenders[name])
+            if turn:
+                times[name].append(us)
+    return {name: statistics.median(us) for name, us in times.items()}
+
+
+def _replay_us(graph: torch.cuda.CUDAGraph) -> float:
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    graph.replay()
+    stop.record()
+    stop.synchronize()
+    return start.elapsed_time(stop) * 1e3
+
+
+def measure_ceilings() -> dict[str, float]:
+    """What this GPU reaches: GB/s of a sum over 2 GiB, GB/s read + written of a copy, dense bf16 TFLOP/s of torch."""
+    source = torch.zeros(1 << 29, dtype=torch.float32, device="cuda")
+    target = torch.empty_like(source[: 1 << 28])
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    calls = {
+        "read": [lambda: source.sum()] * 2,
+        "copy": [lambda: target.copy_(source[: target.numel()])] * 2,
+        "gemm": [lambda: a @ b] * 2,
+    }
+    us = race(calls, rounds=7)
+    return {
+        "read_GBps": source.nbytes / us["read"] / 1e3,
+        "copy_GBps": 2 * target.nbytes / us["copy"] / 1e3,
+        "bf16_TFLOPs": 2 * 8192**3 / us["gemm"] / 1e6,
+    }
+
+
+def machine_slug() -> str:
+    """Name of the GPU for file names, such as "h200"."""
+    name = torch.cuda.get_device_name(0).lower()
+    return re.sub(r"[^a-z0-9]+", "-", re.sub(r"nvidia|geforce|tesla", "", name)).strip("-")
+
+
+def record_of(rows: Sequence[Row], ceilings: Mapping[str, float]) -> Row:
+    """The whole result file: where, when, with what, and the rows."""
+    return {
+        "machine": torch.cuda.get_device_name(0),
+        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "command": shlex.join(["nf4linear", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "commit": _output_of("git", "rev-parse", "HEAD"),
+        "ceilings": dict(ceilings),
+        "rows": list(rows),
+    }
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PEERS:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return lines[0] if lines else None
+
+
+def write(path: Path, data: bytes) -> None:
+    """Replace `path` at once: a run that is stopped leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.part")
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
+
+
+def write_record(path: Path, record: Row) -> None:
+    write(path, (json.dumps(record, indent=1) + "\n").encode())

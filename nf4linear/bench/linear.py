@@ -1,0 +1,238 @@
+"""NF4 linear layers on a GPU beside their peers: times, roofs and errors of every shape and number of tokens.
+
+Contenders, each on its own copies of one weight (random codes and scales):
+
+    nf4linear      the operator, by plain and by programmatic dependent launches
+    dequant_gemm   our dequantize, then torch's GEMM
+    torch          torch's GEMM on the dequantized 16-bit weight
+    bitsandbytes   matmul_4bit on the same codes, where it is installed
+    humming        INT4, groups of 64 (it has no NF4), on the same dequantized weight, where it is installed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import native, ops, reorder
+from ..formats import FourBitSpec, dynamic_map
+from .gpu import Row, copies_of, race
+
+SHAPES = (
+    (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672),
+)  # fmt: skip
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+ROUNDS = 9
+# Weight bytes of the peers that do not hold ours: 4-bit integers with a 16-bit scale for 64 of them.
+HUMMING_BYTES = 0.5 + 2 / 64
+# Shapes of the small-batch kernels (row tiles, tokens) and slices of K that --tune tries, as csrc/small_batch_plan.h.
+TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
+TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
+
+Layer = Callable[[Tensor], Tensor]
+Operands = tuple[Tensor | None, ...]
+
+
+@dataclass
+class Contender:
+    """One implementation of a layer: `layers` are the same weight at different addresses."""
+
+    impl: str
+    layers: Sequence[Layer]
+    nbytes: float  # of one weight
+    launch: str = "plain"
+    comparable: bool = True  # it multiplies by our weight, so its error means something
+
+    @property
+    def name(self) -> str:
+        return f"{self.impl} {self.launch}"
+
+
+class BenchWeight:
+    """A random NF4 weight [n, k] with double quantization, in kernel order on the GPU."""
+
+    def __init__(self, n: int, k: int, seed: int = 0) -> None:
+        self.spec = FourBitSpec("nf4", n, k)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        packed = self.spec.packed_tensors()
+        where = {"device": "cuda", "generator": generator}
+        codes, scales = (
+            torch.randint(0, 256, packed[name].shape, dtype=torch.uint8, **where) for name in ("qweight", "absmax_q")
+        )
+        # Scales of a usual size, none negative: 0.05 +- 0.02.
+        nested_absmax = torch.rand(packed["nested_absmax"].shape, **where) * 0.01 + 0.01
+        self.tables = (
+            torch.tensor(dynamic_map(), device="cuda"), nested_absmax, torch.full((), 0.05, device="cuda"),
+        )  # fmt: skip
+        self.operands: Operands = (codes, scales, *self.tables)
+        self.geometry = ("nf4", n, k, self.spec.blocksize)
+        self.nbytes = sum(t.nbytes for t in self.operands if t is not None)
+
+    def copies(self) -> list[Operands]:
+        codes, scales = self.operands[:2]
+        clones = [(codes.clone(), scales.clone(), *self.tables) for _ in range(copies_of(self.nbytes) - 1)]
+        return [self.operands, *clones]
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        return ops.dequantize(*self.operands, *self.geometry, dtype)
+
+    def canonical(self) -> dict[str, Tensor]:
+        return reorder.unpack(self.spec, ops.packed_dict(self.spec, *self.operands))
+
+
+# ---- contenders ------------------------------------------------------------------------------------------------------
+
+
+def contenders_of(weight: BenchWeight, dtype: torch.dtype, peers: Iterable[str]) -> Iterator[Contender]:
+    """Ours, and those of `peers` that are installed."""
+    geometry, copies = weight.geometry, weight.copies()
+    for launch, settled in (("plain", False), ("pdl", True)):
+        layers = [lambda x, w=w, s=settled: ops.linear(x, *w, None, *geometry, settled=s) for w in copies]
+        yield Contender("nf4linear", layers, weight.nbytes, launch)
+    layers = [lambda x, w=w: F.linear(x, ops.dequantize(*w, *geometry, x.dtype)) for w in copies]
+    yield Contender("dequant_gemm", layers, weight.nbytes)
+    for peer in peers:
+        yield from PEERS[peer](weight, dtype)
+
+
+def _torch(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
+    dense = weight.dense(dtype)
+    copies = [dense, *(dense.clone() for _ in range(copies_of(dense.nbytes) - 1))]
+    yield Contender("torch", [lambda x, w=w: F.linear(x, w) for w in copies], dense.nbytes)
+
+
+def _bitsandbytes(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    import bitsandbytes as bnb
+    from bitsandbytes.functional import QuantState
+
+    c = weight.canonical()
+    second = QuantState(c["nested_absmax"], code=c["nested_code"], blocksize=256, dtype=torch.float32)
+    state = QuantState(
+        c["absmax"], torch.Size((weight.spec.n, weight.spec.k)), c["code"], weight.spec.blocksize, "nf4", dtype,
+        c["nested_offset"], second,
+    )  # fmt: skip
+    codes = c["codes"].view(-1, 1)
+    copies = [codes, *(codes.clone() for _ in range(copies_of(weight.nbytes) - 1))]
+    yield Contender("bitsandbytes", [lambda x, q=q: bnb.matmul_4bit(x, q.t(), state) for q in copies], weight.nbytes)
+
+
+def _humming(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
+    if importlib.util.find_spec("humming") is None:
+        return
+    from humming.layer import HummingLayer
+
+    nbytes = weight.spec.n * weight.spec.k * HUMMING_BYTES
+    dense, config = weight.dense(dtype), {"dtype": "int4", "group_size": 64}
+    layers = []
+    for _ in range(copies_of(int(nbytes))):
+        layer = HummingLayer(
+            shape_n=weight.spec.n, shape_k=weight.spec.k, weight_config=config, torch_dtype=dtype
+        ).cuda()
+        layer.load_from_unquantized(dense)
+        layer.transform()
+        layers.append(layer)
+    yield Contender("humming", layers, nbytes, comparable=False)
+
+
+PEERS: dict[str, Callable[[BenchWeight, torch.dtype], Iterator[Contender]]] = {
+    "torch": _torch,
+    "bitsandbytes": _bitsandbytes,
+    "humming": _humming,
+}
+
+
+# ---- sweeps ----------------------------------------------------------------------------------------------------------
+
+
+@torch.inference_mode()
+def sweep(
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    dtype: str,
+    peers: Sequence[str],
+    ceilings: dict[str, float],
+) -> Iterator[list[Row]]:
+    """Rows of one (shape, number of tokens) after the other, in the result file's form."""
+    for n, k in shapes:
+        weight = BenchWeight(n, k)
+        contenders = list(contenders_of(weight, DTYPES[dtype], peers))
+        exact_weight = weight.dense(torch.float32).double()
+        for m in tokens:
+            x = torch.randn(m, k, device="cuda", dtype=DTYPES[dtype])
+            exact = x.double() @ exact_weight.T
+            us = race({c.name: [lambda f=f: f(x) for f in c.layers] for c in contenders}, ROUNDS)  # noqa: B023
+            yield [
+                _row(weight, c, m, dtype, us[c.name], ceilings)
+                | {"rel_err": _error(c.layers[0](x), exact) if c.comparable else None}
+                for c in contenders
+            ]
+
+
+@torch.inference_mode()
+def tune(
+    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: str, ceilings: dict[str, float]
+) -> Iterator[list[Row]]:
+    """Every small-batch shape and cut of K that fits, beside the launch table's own choice (variant "table")."""
+    library = native.library("cuda")
+    for n, k in shapes:
+        weight = BenchWeight(n, k)
+        keep = weight.copies()
+        structs = [native.describe_weight(weight.spec, *operands) for operands in keep]
+        for m in tokens:
+            x = torch.randn(m, k, device="cuda", dtype=DTYPES[dtype])
+            y = torch.empty(m, n, device="cuda", dtype=DTYPES[dtype])
+            variants = {name: flags for name, flags in _variants(m) if library.linear(structs[0], x, None, y, flags)}
+            calls: dict[str, list[Callable[[], Any]]] = {}
+            for name, flags in variants.items():
+                for launch, extra in (("plain", 0), ("pdl", native.DEPENDENT_LAUNCH)):
+                    calls[f"{name} {launch}"] = [
+                        lambda w=w, f=flags | extra: library.linear(w, x, None, y, f)  # noqa: B023
+                        for w in structs
+                    ]
+            us = race(calls, ROUNDS)
+            rows = []
+            for key, time in us.items():
+                name, launch = key.split(" ")
+                contender = Contender("nf4linear", (), weight.nbytes, launch)
+                rows.append(_row(weight, contender, m, dtype, time, ceilings) | {"variant": name})
+            yield rows
+
+
+def _variants(m: int) -> Iterator[tuple[str, int]]:
+    yield "table", 0
+    for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
+        if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
+            for slices in TUNE_SLICES:
+                yield f"{row_tiles}x{tokens}/{slices}", (1 + index) << 8 | slices << 16
+
+
+def _row(weight: BenchWeight, c: Contender, m: int, dtype: str, us: float, ceilings: dict[str, float]) -> Row:
+    n, k = weight.spec.n, weight.spec.k
+    read = c.nbytes / ceilings["read_GBps"] / 1e3
+    multiply = 2 * m * n * k / ceilings["bf16_TFLOPs"] / 1e6
+    return {
+        "op": "linear",
+        "impl": c.impl,
+        "format": {"torch": dtype, "humming": "int4-g64"}.get(c.impl, "nf4-dq"),
+        "n": n,
+        "k": k,
+        "m": m,
+        "dtype": dtype,
+        "launch": c.launch,
+        "protocol": "cold-graph",
+        "us": us,
+        "roof_us": max(read, multiply),
+    }
+
+
+def _error(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact).norm() / exact.norm()).item()
