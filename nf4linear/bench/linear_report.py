@@ -28,11 +28,11 @@ def markdown(record: Row) -> str:
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         + ".",
         "",
-        "Microseconds a call, median; cold weights (copies beyond four times the L2), CUDA graphs, contenders in turns. "
-        f"Roof: the weight's bytes at {ceilings['read_GBps'] / 1e3:.2f} TB/s (a sum over 2 GiB) or the multiplications "
-        f"at {ceilings['bf16_TFLOPs']:.0f} TFLOP/s (torch, 8192^3), whichever is longer. *Dependent* is programmatic "
-        "dependent launch, which no peer uses; *faster* compares plain launches with the fastest peer. Error: relative, "
-        "Frobenius norm, against a float64 product with the exact float32 weight.",
+        "Microseconds a call, median; cold weights (copies beyond four times the L2), CUDA graphs, contenders in "
+        f"turns. Roof: the weight's bytes at {ceilings['read_GBps'] / 1e3:.2f} TB/s (a sum over 2 GiB) or the "
+        f"multiplications at {ceilings['bf16_TFLOPs']:.0f} TFLOP/s (torch, 8192^3), whichever is longer. *Dependent* "
+        "is programmatic dependent launch, which no peer uses; *faster* compares plain launches with the fastest peer. "
+        "Error: relative, Frobenius norm, against a float64 product with the exact float32 weight.",
     ]
     for n, k, dtype in dict.fromkeys((row["n"], row["k"], row["dtype"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["n"], row["k"], row["dtype"]) == (n, k, dtype)]

@@ -16,6 +16,7 @@ COMMANDS = {
     "info": "Say what a checkpoint folder holds and whether it is sound.",
     "generate": "Generate text.",
     "perplexity": "Measure perplexity on a text.",
+    "bench": "Time layers and models beside their peers.",
     "lab": "Reproduce the published ladder of dequantize kernels and measure ours beside it.",
 }
 

@@ -31,6 +31,8 @@ SPECS = (
 )
 # (row tiles, tokens) of SMALL_BATCH_SHAPES in csrc/small_batch_plan.h.
 SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
+# Relative error that rounding the output alone may give; 1.7e-3 and 2.1e-4 over many values, more over a few.
+ROUNDING = {torch.bfloat16: 2.6e-3, torch.float16: 3.6e-4}
 PLAIN, DEPENDENT = 0, native.DEPENDENT_LAUNCH
 
 
@@ -114,7 +116,7 @@ def test_every_shape_and_every_cut(weight, library, dtype, shape, slices):
         x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
         got = launch(library, spec, packed, x, tuned(shape, slices))
         assert got is not None
-        assert relative_error(got, x.double() @ exact_weight.T) < (2e-3 if dtype == torch.bfloat16 else 3e-4)
+        assert relative_error(got, x.double() @ exact_weight.T) < ROUNDING[dtype]
         for flags in (PLAIN, DEPENDENT):
             assert torch.equal(got, launch(library, spec, packed, x, tuned(shape, slices) | flags))
     x = torch.randn(most + 1, spec.k, device="cuda").to(dtype)
@@ -130,11 +132,11 @@ def test_large_shapes(library):
     x = torch.randn(32, spec.k, device="cuda", dtype=torch.bfloat16)
     exact = x.double() @ exact_weight.T
     for tokens in range(1, 33):
-        assert relative_error(launch(library, spec, packed, x[:tokens]), exact[:tokens]) < 2e-3
+        assert relative_error(launch(library, spec, packed, x[:tokens]), exact[:tokens]) < ROUNDING[torch.bfloat16]
     for shape, (_, most) in enumerate(SHAPES):
         for slices in (1, 4, 16):
             got = launch(library, spec, packed, x[:most], tuned(shape, slices))
-            assert relative_error(got, exact[:most]) < 2e-3
+            assert relative_error(got, exact[:most]) < ROUNDING[torch.bfloat16]
 
 
 def test_more_weights_than_two_to_the_33(library):
@@ -155,7 +157,7 @@ def test_more_weights_than_two_to_the_33(library):
     for tokens in (1, 8, 16):
         x = torch.randn(tokens, spec.k, device="cuda").half() / 64
         got = launch(library, spec, packed, x)
-        assert relative_error(got[:, -16:], x.double() @ exact_weight.T) < 3e-4
+        assert relative_error(got[:, -16:], x.double() @ exact_weight.T) < ROUNDING[torch.float16]
 
 
 @pytest.mark.parametrize("blocksize", [64, 256])
@@ -178,7 +180,7 @@ def test_shards_find_their_second_level_scales(library, blocksize):
             x = torch.randn(tokens, part.k, device="cuda").half()
             y = torch.full((tokens, part.n), torch.nan, device="cuda", dtype=torch.float16)
             assert library.linear(shard, x, None, y)
-            assert relative_error(y, x.double() @ whole[n0:n1, k0:k1].double().T) < 3e-4
+            assert relative_error(y, x.double() @ whole[n0:n1, k0:k1].double().T) < ROUNDING[torch.float16]
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------

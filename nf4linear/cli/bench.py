@@ -1,0 +1,136 @@
+"""nf4linear bench: our layers and models beside their peers, as result files, tables and plots."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import Progress
+
+from ..bench import generate as generate_bench
+from ..bench import gpu, linear_report
+from ..bench import linear as linear_bench
+from .loading import ModelSource
+from .options import errors_to_exit
+
+bench = typer.Typer(help="Time layers and models beside their peers.", no_args_is_help=True)
+console = Console(stderr=True)
+RESULTS = Path("benchmarks/results")
+
+
+@bench.command()
+def linear(
+    shape: Annotated[
+        list[str] | None, typer.Option(help="N x K such as 4096x4096; repeatable.", show_default="all")
+    ] = None,
+    tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", min=1, help="Numbers of tokens.")] = None,
+    dtype: Annotated[str, typer.Option(help=f"Of activations: {' or '.join(linear_bench.DTYPES)}.")] = "bf16",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(linear_bench.PEERS)}; repeatable.", show_default="those installed"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="Two shapes, four numbers of tokens.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Our kernels alone, every configuration that fits.")] = False,
+    output: Annotated[Path | None, typer.Option(help="The JSON file; table and plot go beside it.")] = None,
+) -> None:
+    """NF4 linear layers: times, roofs and errors over shapes and numbers of tokens."""
+    with errors_to_exit(console):
+        _need_gpu()
+        shapes = [_parse_shape(text) for text in shape or ()] or list(linear_bench.SHAPES[: 2 if quick else None])
+        numbers = tokens or ([1, 8, 16, 64] if quick else list(linear_bench.TOKENS))
+        if dtype not in linear_bench.DTYPES:
+            raise ValueError(f"--dtype takes {', '.join(linear_bench.DTYPES)}; got {dtype}")
+        if unknown := sorted(set(peer or ()) - set(linear_bench.PEERS)):
+            raise ValueError(f"--peer takes {', '.join(linear_bench.PEERS)}; got {', '.join(unknown)}")
+        if not tune:
+            _need_matplotlib()
+        ceilings = gpu.measure_ceilings()
+        if tune:
+            numbers = [m for m in numbers if m <= max(most for _, most in linear_bench.TUNE_SHAPES)]
+            cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
+        else:
+            cells = linear_bench.sweep(shapes, numbers, dtype, peer or list(linear_bench.PEERS), ceilings)
+        rows = _collect(cells, len(shapes) * len(numbers))
+        record = gpu.record_of(rows, ceilings)
+        path = output or RESULTS / f"{gpu.machine_slug()}-linear{'-tune' if tune else ''}.json"
+        gpu.write_record(path, record)
+        text = linear_report.tune_markdown(record) if tune else linear_report.markdown(record)
+        gpu.write(path.with_suffix(".md"), text.encode())
+        if not tune:
+            gpu.write(path.with_suffix(".png"), linear_report.plot(record))
+        print(text)
+
+
+@bench.command()
+def generate(
+    model: Annotated[str, typer.Argument(help="A folder, a name on the hub, or the random model of that name.")] = (
+        generate_bench.RANDOM_MODEL
+    ),
+    impl: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(generate_bench.IMPLEMENTATIONS)}; repeatable.")
+    ] = None,
+    eager: Annotated[bool, typer.Option(help="Measure transformers' plain loop.")] = True,
+    compiled: Annotated[bool, typer.Option(help="Measure the loop with a static cache and torch.compile.")] = True,
+    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=3)] = 128,
+    output: Annotated[Path | None, typer.Option(help="The JSON file; the table goes beside it.")] = None,
+) -> None:
+    """Whole models: time to the first token and tokens a second, eager and compiled."""
+    with errors_to_exit(console):
+        _need_gpu()
+        if unknown := sorted(set(impl or ()) - set(generate_bench.IMPLEMENTATIONS)):
+            raise ValueError(f"--impl takes {', '.join(generate_bench.IMPLEMENTATIONS)}; got {', '.join(unknown)}")
+        random = model == generate_bench.RANDOM_MODEL
+        load = generate_bench.random_model if random else ModelSource(model, dtype="bfloat16").load
+        ways = [way for way, wanted in ((False, eager), (True, compiled)) if wanted]
+        rows = []
+        name = model if random else Path(model).name
+        for row in generate_bench.sweep(name, load, impl or generate_bench.IMPLEMENTATIONS, ways, prompt, new_tokens):
+            rows.append(row)
+            console.print(f"{row['impl']}, {'compiled' if row['compile'] else 'eager'}: {row['tok_s']:.1f} tokens/s")
+        record = gpu.record_of(rows, {})
+        path = output or RESULTS / f"{gpu.machine_slug()}-generate.json"
+        gpu.write_record(path, record)
+        text = generate_bench.markdown(record)
+        gpu.write(path.with_suffix(".md"), text.encode())
+        print(text)
+
+
+def _parse_shape(text: str) -> tuple[int, int]:
+    n, _, k = text.lower().partition("x")
+    if not (n.isdigit() and k.isdigit()):
+        raise ValueError(f"--shape takes N x K such as 4096x14336; got {text}")
+    return int(n), int(k)
+
+
+def _collect(cells: Iterable[list[gpu.Row]], total: int) -> list[gpu.Row]:
+    """All rows, with a line for each cell as it comes."""
+    rows: list[gpu.Row] = []
+    with Progress(console=console) as progress:
+        task = progress.add_task("measuring", total=total)
+        for cell in cells:
+            rows += cell
+            progress.console.print(_line(cell), highlight=False, soft_wrap=True)
+            progress.advance(task)
+    return rows
+
+
+def _line(cell: Sequence[gpu.Row]) -> str:
+    first = cell[0]
+    times = ", ".join(f"{row.get('variant', row['impl'])} {row['launch']} {row['us']:.1f}" for row in cell)
+    return f"{first['n']}x{first['k']} M={first['m']}, us: {times}"
+
+
+def _need_gpu() -> None:
+    if not torch.cuda.is_available():
+        raise ValueError("this benchmark runs on an NVIDIA GPU and torch sees none")
+
+
+def _need_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the plot needs matplotlib: pip install 'nf4linear[bench]'")

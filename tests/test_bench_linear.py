@@ -1,0 +1,103 @@
+"""The linear benchmark without a GPU: what its reports make of rows, and how its command refuses."""
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from nf4linear.bench import generate, gpu, linear, linear_report
+from nf4linear.cli.bench import bench
+
+CEILINGS = {"read_GBps": 4350.0, "copy_GBps": 4240.0, "bf16_TFLOPs": 790.0}
+
+
+def row(impl, m, us, launch="plain", **extra):
+    return {
+        "op": "linear", "impl": impl, "format": "nf4-dq", "n": 4096, "k": 4096, "m": m, "dtype": "bf16",
+        "launch": launch, "protocol": "cold-graph", "us": us, "roof_us": 2.0, "rel_err": 2e-3,
+    } | extra  # fmt: skip
+
+
+def record(rows):
+    return {
+        "machine": "NVIDIA Test", "driver": "1", "versions": {"torch": "2"}, "command": "nf4linear bench linear",
+        "date": "2026-01-01", "commit": "abc", "ceilings": CEILINGS, "rows": rows,
+    }  # fmt: skip
+
+
+ROWS = [
+    row("nf4linear", 1, 5.0), row("nf4linear", 1, 4.0, "pdl"), row("dequant_gemm", 1, 30.0), row("torch", 1, 13.0),
+    row("bitsandbytes", 1, 10.0, rel_err=2.2e-3), row("humming", 1, 8.0, rel_err=None), row("nf4linear", 8, 6.0),
+]  # fmt: skip
+
+
+def test_the_table_is_made_from_the_rows():
+    lines = linear_report.markdown(record(ROWS)).splitlines()
+    cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
+    header, one, eight = cells
+    by_name = dict(zip(header, one, strict=True))
+    assert (by_name["nf4linear"], by_name["nf4linear, dependent"], by_name["humming INT4"]) == ("5.0", "4.0", "8.0")
+    # Faster than the fastest peer; our own fallback is no peer, and dependent launches are not compared.
+    assert (by_name["of roof"], by_name["faster"]) == ("40 %", "1.60x")
+    assert (by_name["error"], by_name["error of bitsandbytes"]) == ("2.00e-03", "2.20e-03")
+    assert eight[0] == "8" and eight.count("-") == 7
+
+
+def test_the_tuning_table_sorts_by_time():
+    rows = [
+        row("nf4linear", 8, us, launch, variant=variant)
+        for variant, plain, pdl in (("table", 6.0, 5.5), ("1x8/1", 7.0, 5.0), ("2x8/2", 5.9, 5.8))
+        for launch, us in (("plain", plain), ("pdl", pdl))
+    ]
+    last = linear_report.tune_markdown(record(rows)).splitlines()[-1]
+    assert last.index("2x8/2 5.90") < last.index("1x8/1 7.00") < last.rindex("1x8/1 7.00") < last.rindex("2x8/2 5.90")
+
+
+def test_the_plot_is_a_png():
+    pytest.importorskip("matplotlib")
+    assert linear_report.plot(record(ROWS)).startswith(b"\x89PNG")
+
+
+def test_the_generation_table():
+    rows = [
+        {"model": "m", "impl": "nf4linear", "batch": 1, "prompt": 128, "new_tokens": 128, "compile": True,
+         "ttft_ms": 20.04, "tok_s": 100.0, "peak_GiB": 6.0},
+    ]  # fmt: skip
+    assert "| m | nf4linear | compiled | 128 | 128 | 20.0 | 100.0 | 6.00 |" in generate.markdown(record(rows))
+
+
+def test_a_record_is_written_whole(tmp_path):
+    path = tmp_path / "results" / "x-linear.json"
+    gpu.write_record(path, record(ROWS))
+    assert json.loads(path.read_text())["rows"] == ROWS
+    assert [p.name for p in path.parent.iterdir()] == ["x-linear.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["linear", "--shape", "4096"], "N x K such as"),
+        (["linear", "--dtype", "fp32"], "--dtype takes bf16, fp16"),
+        (["linear", "--peer", "marlin"], "--peer takes torch, bitsandbytes, humming; got marlin"),
+        (["generate", "--impl", "x"], "--impl takes"),
+    ],
+)
+def test_commands_refuse_before_they_measure(monkeypatch, arguments, text):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    done = CliRunner().invoke(bench, arguments)
+    assert done.exit_code == 1 and text in done.output
+
+
+def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    done = CliRunner().invoke(bench, ["linear"])
+    assert done.exit_code == 1 and "NVIDIA GPU" in done.output
+
+
+def test_tuning_tries_the_shapes_that_are_compiled():
+    import re
+    from pathlib import Path
+
+    plan = (Path(__file__).parents[1] / "csrc" / "small_batch_plan.h").read_text()
+    shapes = [tuple(map(int, found)) for found in re.findall(r"\{(\d+), (\d+), 8\}", plan)]
+    assert tuple(shapes) == linear.TUNE_SHAPES
