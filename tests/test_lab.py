@@ -1,5 +1,6 @@
 """The dequantize laboratory without a GPU: its binary file in Python and C++, damaged files, figures and tables."""
 
+import json
 import shutil
 import struct
 import subprocess
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 from nf4linear import reference
 from nf4linear.cli.main import app
 from nf4linear.formats import FourBitSpec
-from nf4linear.lab import generate, profile, program, tables, verify, weight_file
+from nf4linear.lab import experiment, generate, profile, program, tables, verify, weight_file
 from nf4linear.lab.generate import Case
 from operands import same_bits
 
@@ -194,6 +195,12 @@ def test_chart(tmp_path):
     assert (tmp_path / "ladder.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_committed_tables_are_made_from_the_committed_rows():
+    stem = Path(__file__).parents[1] / "benchmarks" / "results" / "h200-dequant"
+    rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
+    assert stem.with_suffix(".md").read_text() == experiment.results_text(rows)
+
+
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -240,7 +247,7 @@ def test_profile_script_names_every_stage():
 def test_counters_become_a_table():
     metric = "gpu__time_duration.sum"
     text = '"ID","Kernel Name","Metric Name","Metric Unit","Metric Value"\n'
-    text += f'"0","v0<__half>(LadderWeight, T1 *)","{metric}","us","77.5"\n'
+    text += f'"0","void lab::v0<__half>(lab::LadderWeight, T1 *)","{metric}","us","77.5"\n'
     text += f'"1","void dequantize_kernel<FlatOrder, __half>(T1)","{metric}","us","11.0"\n'
     lines = profile.counter_table(text).splitlines()
     assert lines[0] == "| counter | v0 | v4 |" and lines[2] == "| time | 77.5 us | 11.0 us |"

@@ -124,7 +124,7 @@ def bench(
         ladder = experiment.ladder_rows(case, dtypes, times, folder, ceiling)
         cases = [Case(*size, blocksize, tables) for size in experiment.SIZES]
         sizes = experiment.sweep_rows(cases, dtypes, times, folder, ceiling, _progress) if sweep else []
-        print(experiment.write_results(output or folder / "dequant", case, ladder, sizes, ceiling))
+        print(experiment.write_results(output or folder / "dequant", ladder, sizes, ceiling))
 
 
 @lab.command()

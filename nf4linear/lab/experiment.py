@@ -8,7 +8,9 @@ from __future__ import annotations
 import datetime
 import json
 import platform
+import shlex
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -66,29 +68,36 @@ def sweep_rows(
     return found
 
 
-def write_results(stem: Path, case: Case, ladder: Sequence[Row], sweep: Sequence[Row], ceiling: float) -> str:
-    """Write `stem`.json, .md and .png; returns the Markdown."""
+def write_results(stem: Path, ladder: Sequence[Row], sweep: Sequence[Row], ceiling: float) -> str:
+    """Write `stem`.json, .md and .png, the last two made from the first; returns the Markdown."""
+    rows = [row | {"table": "ladder"} for row in ladder] + [row | {"table": "sizes"} for row in sweep]
     stem.parent.mkdir(parents=True, exist_ok=True)
-    document = environment(ceiling) | {"rows": [*ladder, *sweep]}
-    stem.with_suffix(".json").write_text(json.dumps(document, indent=1) + "\n")
-    text = results_text(case, ladder, sweep)
+    stem.with_suffix(".json").write_text(json.dumps(environment(ceiling) | {"rows": rows}, indent=1) + "\n")
+    return write_tables(stem)
+
+
+def write_tables(stem: Path) -> str:
+    """Write `stem`.md and .png from `stem`.json; returns the Markdown."""
+    rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
+    text = results_text(rows)
     stem.with_suffix(".md").write_text(text)
-    idle = [row for row in ladder if row["protocol"] == "idle-events"]
-    tables.ladder_chart(stem.with_suffix(".png"), idle, f"NF4 dequantize, {case.rows} x {case.columns}")
+    idle = [row for row in rows if row["table"] == "ladder" and row["protocol"] == "idle-events"]
+    tables.ladder_chart(stem.with_suffix(".png"), idle, f"NF4 dequantize, {idle[0]['n']} x {idle[0]['k']}, idle-events")
     return text
 
 
-def results_text(case: Case, ladder: Sequence[Row], sweep: Sequence[Row]) -> str:
+def results_text(rows: Sequence[Row]) -> str:
+    """All tables of a result file's rows, as Markdown."""
+    ladder = [row for row in rows if row["table"] == "ladder"]
     sections = []
-    for dtype in dict.fromkeys(row["dtype"] for row in ladder):
-        for protocol in bench.PROTOCOLS.values():
-            chosen = [row for row in ladder if row["dtype"] == dtype and row["protocol"] == protocol]
-            shown = [row for row in chosen if row["impl"] in (*program.LADDER, "bitsandbytes")]
-            title = f"### Ladder, {case.rows} x {case.columns}, {dtype}, {protocol}"
-            sections.append(f"{title}\n\n{tables.ladder_table(shown)}")
-            sections.append(f"Each optimisation alone and in the ladder:\n\n{tables.interaction_table(chosen)}")
-    if sweep:
-        sections.append(f"### V4 beside bitsandbytes\n\n{tables.sweep_table(sweep)}")
+    for dtype, protocol in dict.fromkeys((row["dtype"], row["protocol"]) for row in ladder):
+        chosen = [row for row in ladder if (row["dtype"], row["protocol"]) == (dtype, protocol)]
+        shown = [row for row in chosen if row["impl"] in (*program.LADDER, "bitsandbytes")]
+        title = f"### Ladder, {chosen[0]['n']} x {chosen[0]['k']}, {dtype}, {protocol}"
+        sections.append(f"{title}\n\n{tables.ladder_table(shown)}")
+        sections.append(f"Each optimisation alone and in the ladder:\n\n{tables.interaction_table(chosen)}")
+    if sizes := [row for row in rows if row["table"] == "sizes"]:
+        sections.append(f"### V4 beside bitsandbytes\n\n{tables.sweep_table(sizes)}")
     return "\n".join(sections)
 
 
@@ -105,7 +114,7 @@ def environment(ceiling: float) -> Row:
             "cuda": torch.version.cuda,
             "bitsandbytes": bitsandbytes.__version__,
         },
-        "command": "nf4linear lab bench",
+        "command": shlex.join(["nf4linear", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
         "commit": _output_of("git", "rev-parse", "HEAD"),
         "ceilings": {"copy_GBps": ceiling},

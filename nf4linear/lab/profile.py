@@ -57,9 +57,15 @@ def counter_table(text: str) -> str:
     """Markdown of ncu's CSV: a row a counter, a column a kernel."""
     values: dict[str, dict[str, str]] = {}
     for row in csv.DictReader(io.StringIO(text)):
-        kernel = "v4" if "dequantize_kernel" in row["Kernel Name"] else re.sub(r"[<(].*", "", row["Kernel Name"])
+        kernel = _stage_of(row["Kernel Name"])
         values.setdefault(kernel, {})[row["Metric Name"]] = f"{row['Metric Value']} {row['Metric Unit']}".strip(" %")
     lines = [
         (label, *(by_metric.get(metric, "-") for by_metric in values.values())) for metric, label in METRICS.items()
     ]
     return tables.markdown(["counter", *values], lines)
+
+
+def _stage_of(kernel: str) -> str:
+    """Stage of a kernel's full name, such as "void lab::v0<__half>(...)"."""
+    name = re.sub(r"[<(].*", "", kernel).split()[-1].split("::")[-1]
+    return "v4" if name == "dequantize_kernel" else name

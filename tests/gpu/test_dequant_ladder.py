@@ -13,7 +13,7 @@ from operands import same_bits
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-SHAPES = [(512, 1024), (37, 333), (1, 1), (1, 7), (255, 1001), (2047, 4096)]
+SHAPES = [(512, 1024), (37, 333), (1, 1), (1, 7), (255, 1001), (511, 4096)]
 
 
 @pytest.fixture(scope="module")
@@ -35,31 +35,28 @@ def special_weight(n: int, k: int, blocksize: int, tables: str) -> weight_file.L
     return weight_file.with_tables(spec, reference.quantize(spec, weight), tables)
 
 
-def check(lab, folder, weight: weight_file.LabWeight, dtype: str) -> None:
+def check(lab, folder, weight: weight_file.LabWeight) -> None:
     weight_file.write(folder / "w.bin", weight)
-    program.run_stages(lab, folder / "w.bin", program.STAGES, (dtype,), output=folder / "out")
-    want = reference.dequantize(weight.spec, weight.canonical, DTYPES[dtype])
-    for stage in program.STAGES:
-        data = bytearray((folder / f"out-{stage}-{dtype}.raw").read_bytes())
-        got = torch.frombuffer(data, dtype=DTYPES[dtype]).view(want.shape)
-        assert same_bits(got, want), stage
+    program.run_stages(lab, folder / "w.bin", program.STAGES, tuple(DTYPES), output=folder / "out")
+    for name, dtype in DTYPES.items():
+        want = reference.dequantize(weight.spec, weight.canonical, dtype)
+        for stage in program.STAGES:
+            data = bytearray((folder / f"out-{stage}-{name}.raw").read_bytes())
+            assert same_bits(torch.frombuffer(data, dtype=dtype).view(want.shape), want), (stage, name)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda s: f"{s[0]}x{s[1]}")
-def test_shapes(lab, shape, dtype, tmp_path):
-    check(lab, tmp_path, special_weight(*shape, 64, "fp32"), dtype)
+def test_shapes(lab, shape, tmp_path):
+    check(lab, tmp_path, special_weight(*shape, 64, "fp32"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("blocksize", BLOCKSIZES)
-def test_blocksizes(lab, blocksize, dtype, tmp_path):
-    check(lab, tmp_path, special_weight(129, 4096, blocksize, "fp32"), dtype)
+def test_blocksizes(lab, blocksize, tmp_path):
+    check(lab, tmp_path, special_weight(129, 4096, blocksize, "fp32"))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_fp16_tables(lab, dtype, tmp_path):
-    check(lab, tmp_path, special_weight(130, 1000, 64, "fp16"), dtype)
+def test_fp16_tables(lab, tmp_path):
+    check(lab, tmp_path, special_weight(130, 1000, 64, "fp16"))
 
 
 @pytest.mark.parametrize("protocol", ["idle", "cold"])
