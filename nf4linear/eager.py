@@ -21,7 +21,7 @@ MOST_TOKENS = 64
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether `x` is an ordinary CUDA or CPU tensor and neither autograd nor any mode has to see what is done with it."""
+    """Whether `x` is an ordinary CUDA or CPU tensor and neither autograd nor any mode has to see the call."""
     return (
         type(x) is Tensor
         and (x.is_cuda or x.is_cpu)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from operands import SPECS, fresh_weight, spec_id
 
 from nf4linear import native, reference, reorder
 from nf4linear.formats import EightBitSpec, FourBitSpec
+from operands import SPECS, fresh_weight, spec_id
 
 LEVELS = ("portable", "avx2", "avx512_core", "avx512")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -65,10 +65,7 @@ class Batch {
     packed_ = static_cast<Element*>(scratch(Scratch::PACKED_X, tiling_.k_tiles * steps_ * a_.m * sizeof(Element)));
     if (!packed_) return NF4L_USE_GEMM;
     const RowBlocks one_block = RowBlocks::of(a_.m, static_cast<int>(a_.m));
-    for (int64_t kt = 0; kt < tiling_.k_tiles; ++kt) {
-      const int64_t k = kt * tiling_.tile_k;
-      pack_tile<Math>(static_cast<const T*>(a_.x) + k, a_.x_stride, w_.k - k, one_block, steps_, packed_ + kt * a_.m * steps_);
-    }
+    pack_rows<Math>(w_, static_cast<const T*>(a_.x), a_.x_stride, one_block, tiling_, 0, tiling_.k_tiles, packed_);
     const SumStrip sum_strip = BatchKernel<Isa, Math, Format>::of(a_.m);
     const int64_t grain = pieces(tiling_.strips, threads_);
     parallel_for(tiling_.strips, grain, threads_, [this, sum_strip](int64_t begin, int64_t end) { run_strips(sum_strip, begin, end); });

@@ -71,7 +71,9 @@ class Gemm {
       blocks_ = RowBlocks::of(rows_, Isa::MAX_MR);
       pack_x();
       const int64_t panels = ceil_div(tiling_.strips, Isa::PANEL);
-      parallel_for(panels, 1, threads_, [this](int64_t begin, int64_t end) { run_panels(begin, end); });
+      const int64_t share = pieces(panels, threads_);
+      together_ = share < MOST_TOGETHER ? share : MOST_TOGETHER;
+      parallel_for(panels, together_, threads_, [this](int64_t begin, int64_t end) { run_panels(begin, end); });
       if (short_of_memory_) return NF4L_USE_GEMM;
     }
     return NF4L_OK;
@@ -80,64 +82,80 @@ class Gemm {
  private:
   static constexpr int PANEL = Isa::PANEL;
   static constexpr int64_t MAX_PACKED_BYTES = 8 << 20;
+  static constexpr int64_t DECODED_FLOATS = int64_t{TILE_K4} * PANEL * LANES;
+  // Panels that share one pass over x, which is too large for the near caches when it has many rows.
+  static constexpr int MOST_TOGETHER = 4;
   // Below this much x the calling thread packs alone: less than waking the others costs.
-  static constexpr int64_t PACK_ALONE_ELEMENTS = 1 << 15;
+  static constexpr int64_t PACK_ALONE_ELEMENTS = 1 << 16;
 
   void pack_x() {
     const T* x = static_cast<const T*>(a_.x) + first_row_ * a_.x_stride;
     const int64_t grain = ceil_div(PACK_ALONE_ELEMENTS, rows_ * tiling_.tile_k);
     parallel_for(tiling_.k_tiles, grain, threads_, [&](int64_t begin, int64_t end) {
-      for (int64_t kt = begin; kt < end; ++kt) {
-        const int64_t k = kt * tiling_.tile_k;
-        pack_tile<Math>(x + k, a_.x_stride, w_.k - k, blocks_, steps_, packed_ + kt * rows_ * steps_);
-      }
+      pack_rows<Math>(w_, x, a_.x_stride, blocks_, tiling_, begin, end, packed_);
     });
   }
 
   void run_panels(int64_t begin, int64_t end) {
     const int64_t scale_floats = tiling_.scale_vectors * LANES;
     const int64_t result_floats = rows_ * PANEL * LANES;
-    const int64_t panel_floats = int64_t{TILE_K4} * PANEL * LANES;
-    auto* room = static_cast<float*>(
-        scratch(Scratch::WORKER, (scale_floats * PANEL + result_floats + panel_floats) * sizeof(float)));
+    const int64_t panel_floats = scale_floats * PANEL + result_floats + DECODED_FLOATS;
+    auto* room = static_cast<float*>(scratch(Scratch::WORKER, together_ * panel_floats * sizeof(float)));
     if (!room) {
       short_of_memory_ = true;
       return;
     }
-    float* const result = room + panel_floats;
-    float* const scale_room = result + result_floats;
-    for (int64_t panel = begin; panel < end; ++panel) {
-      const float* scales[PANEL];
-      const uint8_t* tiles[PANEL];
-      for (int p = 0; p < PANEL; ++p) {
-        // A last panel that sticks out computes its last strip again; it is not stored.
-        const int64_t wanted = panel * PANEL + p, strip = wanted < tiling_.strips ? wanted : tiling_.strips - 1;
-        scales[p] = strip_scales<Isa>(w_, code_, strip, scale_room + p * scale_floats);
-        tiles[p] = w_.qweight + strip * tiling_.k_tiles * TILE_BYTES;
+    for (int64_t first = begin; first < end; first += together_) {
+      Panel panels[MOST_TOGETHER];
+      const int count = static_cast<int>(end - first < together_ ? end - first : together_);
+      for (int i = 0; i < count; ++i) {
+        float* own = room + i * panel_floats;
+        panels[i] = {reinterpret_cast<Element*>(own), own + DECODED_FLOATS, {}, {}};
+        memset(panels[i].result, 0, result_floats * sizeof(float));
+        for (int p = 0; p < PANEL; ++p) {
+          // A last panel that sticks out computes its last strip again; it is not stored.
+          const int64_t wanted = (first + i) * PANEL + p, strip = wanted < tiling_.strips ? wanted : tiling_.strips - 1;
+          float* scale_room = panels[i].result + result_floats + p * scale_floats;
+          panels[i].scales[p] = strip_scales<Isa>(w_, code_, strip, scale_room);
+          panels[i].tiles[p] = w_.qweight + strip * tiling_.k_tiles * TILE_BYTES;
+        }
       }
-      run_panel(tiles, scales, reinterpret_cast<Element*>(room), result);
-      store(panel, result);
+      multiply(panels, count);
+      for (int i = 0; i < count; ++i) store(first + i, panels[i].result);
     }
   }
 
-  void run_panel(const uint8_t* const* tiles, const float* const* scales, Element* decoded, float* result) const {
+  struct Panel {
+    Element* decoded;  // [steps][PANEL][16], one k tile
+    float* result;     // [rows][PANEL][16]
+    const float* scales[PANEL];
+    const uint8_t* tiles[PANEL];
+  };
+
+  void multiply(const Panel* panels, int count) const {
     const MultiplyPanel<Math>* kernels = multiply_panels<Isa, Math>(std::make_integer_sequence<int, Isa::MAX_MR>());
-    memset(result, 0, rows_ * PANEL * LANES * sizeof(float));
     for (int64_t kt = 0; kt < tiling_.k_tiles; ++kt) {
-      const float* scale[PANEL];
-      for (int p = 0; p < PANEL; ++p) {
-        Element* to = decoded + p * LANES;
-        Math::template for_each_step<Format>(tiles[p] + kt * TILE_BYTES, [=](int group, auto step, typename Math::Operand w) ALWAYS_INLINE {
-          Math::store(to + (Math::GROUP * group + step) * PANEL * LANES, w);
-        });
-        scale[p] = scales[p] + (kt >> tiling_.scale_shift) * LANES;
+      const float* scales[MOST_TOGETHER][PANEL];
+      for (int i = 0; i < count; ++i) {
+        for (int p = 0; p < PANEL; ++p) {
+          decode(panels[i].tiles[p] + kt * TILE_BYTES, panels[i].decoded + p * LANES);
+          scales[i][p] = panels[i].scales[p] + (kt >> tiling_.scale_shift) * LANES;
+        }
       }
       const Element* x = packed_ + kt * rows_ * steps_;
       for (int64_t b = 0; b < blocks_.count; ++b) {
         const int64_t row = blocks_.start_of(b);
-        kernels[blocks_.rows_of(b) - 1](decoded, x + row * steps_, steps_, scale, result + row * PANEL * LANES);
+        const auto kernel = kernels[blocks_.rows_of(b) - 1];
+        for (int i = 0; i < count; ++i)
+          kernel(panels[i].decoded, x + row * steps_, steps_, scales[i], panels[i].result + row * PANEL * LANES);
       }
     }
+  }
+
+  static void decode(const uint8_t* tile, Element* to) {
+    Math::template for_each_step<Format>(tile, [=](int group, auto step, typename Math::Operand w) ALWAYS_INLINE {
+      Math::store(to + (Math::GROUP * group + step) * PANEL * LANES, w);
+    });
   }
 
   void store(int64_t panel, const float* result) const {
@@ -155,6 +173,7 @@ class Gemm {
   Element* packed_ = nullptr;
   int64_t first_row_ = 0, rows_ = 0;
   RowBlocks blocks_{};
+  int64_t together_ = 1;
   std::atomic<bool> short_of_memory_{false};
 };
 

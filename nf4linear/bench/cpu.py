@@ -111,7 +111,7 @@ def nf4_implementations(weight: Tensor) -> tuple[list[Implementation], Tensor]:
         layers = copied_layers(theirs.train(), nbytes)  # in training mode weights stay in the file's order
         found.append(Implementation("bitsandbytes", dtype_name, nbytes, layers))
         # The first forward in evaluation mode repacks the weight for AVX512-BF16, where the processor has it.
-        repacked = [layer.eval() for layer in copied_layers(theirs, nbytes)]
+        repacked = [layer.eval() for layer in copied_layers(copy.deepcopy(theirs), nbytes)]
         for layer in repacked:
             layer(torch.zeros(1, k, dtype=dtype))
         if getattr(repacked[0].weight.quant_state, "packing_format_for_cpu", False):

@@ -65,10 +65,10 @@ def markdown(record: Row) -> str:
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         + f". Best memory read rate: {record['ceilings']['read_GBps']:.1f} GB/s.",
         "",
-        "Medians of paired rounds, weights cold (see nf4linear/bench/cpu.py). *Faster* is the median of the rounds' ratios of that time "
-        "to nf4linear's for the same activations. *Read* is the rate at which the weight's bytes were consumed, as a "
-        "share of the rate at which plain memory was read in the same round. *Error* is norm-wise, against float64 "
-        "products with the exact float32 weight.",
+        "Medians of paired rounds, weights cold (see nf4linear/bench/cpu.py). *Faster* is the median of the rounds' "
+        "ratios of that time to nf4linear's for the same activations. *Read* is the rate at which the weight's bytes "
+        "were consumed, as a share of the rate at which plain memory was read in the same round. *Error* is norm-wise, "
+        "against float64 products with the exact float32 weight.",
     ]
     for op, n, k in sorted({(row["op"], row["n"], row["k"]) for row in record["rows"]}):
         rows = [row for row in record["rows"] if (row["op"], row["n"], row["k"]) == (op, n, k)]
