@@ -249,7 +249,7 @@ def main() -> None:
     library = native.library("cpu")
     if not library:
         raise SystemExit(f"nothing to measure: {library.why}")
-    shapes, rows, seconds = (SHAPES[:1], ROWS, 1.0) if options.quick else (SHAPES, ROWS, 6.0)
+    shapes, rows, seconds = (SHAPES[:1], ROWS, 1.0) if options.quick else (SHAPES, ROWS, 3.0)
     with torch.inference_mode():
         results, read = run(shapes, rows, seconds)
     record = {
