@@ -127,7 +127,7 @@ def _table(rows: list[Row], source: ModelSource) -> Table:
     baselines = [row for row in rows if row.variant in ("16-bit", "exact")]
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     table.add_column("", no_wrap=True)
-    for column in ("MB", "perplexity", "tokens/s", *(f"vs. {row.variant}" for row in baselines)):
+    for column in ("MB", "perplexity", *(f"vs. {row.variant}" for row in baselines)):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
         score = row.score
@@ -135,7 +135,6 @@ def _table(rows: list[Row], source: ModelSource) -> Table:
             row.variant,
             f"{row.model_bytes / 1e6:.1f}",
             f"{score.perplexity:.3f} ± {score.standard_error:.3f}",
-            f"{score.tokens_per_second:.0f}",
             *(_change(row, baseline) for baseline in baselines),
         )
     return table
