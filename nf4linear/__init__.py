@@ -53,9 +53,9 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from .checkpoint.folders import plugin_version
+        from .version import installed_version
 
-        return plugin_version()
+        return installed_version()
     if name not in _HOME:
         raise AttributeError(f"module 'nf4linear' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,6 +1,7 @@
-"""Live bitsandbytes layers into packed ones and back, byte for byte.
+"""Live bitsandbytes layers: read into canonical tensors, and made of them again, byte for byte.
 
-Only this file reads the attributes of bitsandbytes' modules; their checkpoint key names are checkpoint.py's.
+Only this file knows the attributes of bitsandbytes' modules, as only checkpoint/bnb_keys.py knows the keys of its
+checkpoints. It does not import bitsandbytes before a layer is to be made.
 """
 
 from __future__ import annotations
@@ -9,20 +10,42 @@ import copy
 import dataclasses
 import functools
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from . import reference, reorder
-from .formats import NESTED_BLOCKSIZE, EightBitSpec, FourBitSpec, check_tensors
-from .linear import Origin, PackedLinear, check_tables, dtype_name
+from . import reference
+from .formats import (
+    NESTED_BLOCKSIZE,
+    EightBitSpec,
+    FourBitSpec,
+    WeightSpec,
+    bitsandbytes_has,
+    check_tables,
+    check_tensors,
+    dtype_name,
+)
 
 if TYPE_CHECKING:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
 
 _STORAGE_DTYPES = (torch.uint8, torch.int8, torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What bitsandbytes keeps of a layer beside its tensors, for the way back; dtypes by name, such as "bfloat16"."""
+
+    dtype: str = "float32"  # of the weight before quantization
+    quant_storage: str = "uint8"
+    nested_dtype: str = "float32"
+    code_dtype: str = "float32"
+    compute_dtype: str | None = None
+    threshold: float = 0.0
 
 
 @functools.cache
@@ -52,52 +75,44 @@ def statistics_bytes(layer: Linear4bit | Linear8bitLt) -> int:
         state = getattr(layer.weight, "quant_state", None)
         second = getattr(state, "state2", None)
         tensors = [getattr(s, name, None) for s in (state, second) for name in ("absmax", "code")]
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+    return sum(t.nbytes for t in tensors if t is not None)
 
 
-def packed_from_bnb(layer: Linear4bit | Linear8bitLt, name: str = "", dtype: torch.dtype | None = None) -> PackedLinear:
-    """The packed layer with the codes and scales of a bitsandbytes layer, on the same device; `layer` is not changed.
+def read_layer(layer: Linear4bit | Linear8bitLt, where: str) -> tuple[WeightSpec, dict[str, Tensor], Origin]:
+    """Spec, canonical tensors and origin of a bitsandbytes layer, on its device; `layer` is not changed.
 
-    A layer that was never quantized (no device move yet) is quantized here with its own settings. `dtype` is the
-    compute dtype of the result: by default that of the bias, else of the weight before quantization.
-    Raises ValueError or TypeError naming the layer for anything that is not complete and consistent.
+    Tensors are shared with `layer` where they have their canonical form. A layer that was never quantized (no device
+    move yet) is quantized here with its own settings.
+    Raises ValueError or TypeError naming `where` for anything that is not complete and consistent.
     """
     bits = layer_bits(layer)
-    where = name or type(layer).__name__
     if bits is None:
         raise TypeError(f"{where}: from_bnb takes bitsandbytes' Linear4bit or Linear8bitLt, got {type(layer).__name__}")
     if layer.weight.is_meta:
         raise ValueError(f"{where}: weight is on the meta device (offloaded or not loaded); load it to a device first")
     if reason := skip_reason(layer):
         raise ValueError(f"{where}: {reason}; use from_linear()")
-    spec, canonical, origin = (_take_4bit if bits == 4 else _take_8bit)(layer, where)
-    bias = layer.bias
-    dtype = dtype or (bias.dtype if bias is not None else getattr(torch, origin.dtype))
-    packed = PackedLinear.from_spec(spec, bias=False, device="meta", dtype=dtype)
-    packed.layer_name, packed.origin = name, origin
-    packed.source_cls = getattr(layer, "source_cls", nn.Linear)
-    return packed.load_packed(reorder.pack(spec, canonical, where), bias)
+    return (_read_4bit if bits == 4 else _read_8bit)(layer, where)
 
 
-def check_layer(layer: Linear4bit | Linear8bitLt, name: str) -> None:
-    """Raise ValueError naming the layer if packed_from_bnb would refuse it."""
+def check_layer(layer: Linear4bit | Linear8bitLt, where: str) -> None:
+    """Raise what read_layer, or packing what it gives, would raise, without quantizing a layer for it."""
     if layer.weight.is_floating_point() and not _has_statistics(layer):
         if not torch.isfinite(layer.weight).all():
-            raise ValueError(f"{name}: its weight holds NaN or infinity, which cannot be quantized")
+            raise ValueError(f"{where}: its weight holds NaN or infinity, which cannot be quantized")
         return
-    spec, canonical, _ = (_take_4bit if layer_bits(layer) == 4 else _take_8bit)(layer, name)
-    check_tensors(canonical, spec.canonical_tensors(), name)
-    check_tables(spec, canonical, name)
+    spec, canonical, _ = read_layer(layer, where)
+    check_tensors(canonical, spec.canonical_tensors(), where)
+    check_tables(spec, canonical, where)
 
 
-def packed_to_bnb(layer: PackedLinear) -> Linear4bit | Linear8bitLt:
-    """The bitsandbytes layer with the same bytes; it shares the bias. Raises ValueError for group scales."""
-    canonical = reorder.unpack(layer.spec, layer.packed(), layer.describe())
-    to_bnb = _to_4bit if isinstance(layer.spec, FourBitSpec) else _to_8bit
-    result = to_bnb(layer, canonical)
-    result.bias = layer.bias
-    result.source_cls = layer.source_cls
-    return result.train(layer.training)
+def make_layer(
+    spec: WeightSpec, canonical: Mapping[str, Tensor], origin: Origin, where: str
+) -> Linear4bit | Linear8bitLt:
+    """The inverse of `read_layer`, without a bias. Raises ValueError for a format that bitsandbytes lacks."""
+    if not bitsandbytes_has(spec):
+        raise ValueError(f"{where}: bitsandbytes has no {spec.to_config()} layers; use dequantize()")
+    return (_make_4bit if isinstance(spec, FourBitSpec) else _make_8bit)(spec, canonical, origin)
 
 
 def _quant_state(layer: Linear4bit) -> QuantState | None:
@@ -115,7 +130,7 @@ def _row_maxima(layer: Linear8bitLt) -> Tensor | None:
     return layer.state.SCB if on_weight is None else on_weight
 
 
-def _take_4bit(layer: Linear4bit, where: str) -> tuple[FourBitSpec, dict[str, Tensor], Origin]:
+def _read_4bit(layer: Linear4bit, where: str) -> tuple[FourBitSpec, dict[str, Tensor], Origin]:
     weight = layer.weight
     state = _quant_state(layer)
     compute_dtype = dtype_name(layer.compute_dtype) if layer.compute_dtype is not None else None
@@ -143,12 +158,12 @@ def _take_4bit(layer: Linear4bit, where: str) -> tuple[FourBitSpec, dict[str, Te
         compute_dtype=compute_dtype,
     )
     if spec.double_quant:
-        nested, origin = _take_nested(state, where, origin, ran_on_cpu)
+        nested, origin = _read_nested(state, where, origin, ran_on_cpu)
         canonical |= nested
     return spec, canonical, origin
 
 
-def _take_nested(state: QuantState, where: str, origin: Origin, ran_on_cpu: bool) -> tuple[dict[str, Tensor], Origin]:
+def _read_nested(state: QuantState, where: str, origin: Origin, ran_on_cpu: bool) -> tuple[dict[str, Tensor], Origin]:
     second = state.state2
     if second.blocksize != NESTED_BLOCKSIZE:
         raise ValueError(f"{where}: nested_blocksize is {second.blocksize}, expected {NESTED_BLOCKSIZE}")
@@ -203,7 +218,7 @@ def _quantize_fresh(layer: Linear4bit, where: str, compute_dtype: str | None):
     return spec, canonical, origin
 
 
-def _take_8bit(layer: Linear8bitLt, where: str) -> tuple[EightBitSpec, dict[str, Tensor], Origin]:
+def _read_8bit(layer: Linear8bitLt, where: str) -> tuple[EightBitSpec, dict[str, Tensor], Origin]:
     weight, state = layer.weight, layer.state
     row_maxima = _row_maxima(layer)
     spec = EightBitSpec("w8_s8", layer.out_features, layer.in_features)
@@ -217,11 +232,10 @@ def _take_8bit(layer: Linear8bitLt, where: str) -> tuple[EightBitSpec, dict[str,
     return spec, {"codes": weight.data, "scale": row_maxima.float().reshape(-1)}, origin
 
 
-def _to_4bit(layer: PackedLinear, canonical: dict[str, Tensor]) -> Linear4bit:
+def _make_4bit(spec: FourBitSpec, canonical: Mapping[str, Tensor], origin: Origin) -> Linear4bit:
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Linear4bit, Params4bit
 
-    spec, origin = layer.spec, layer.origin
     storage = getattr(torch, origin.quant_storage)
     codes = canonical["codes"]
     codes = nn.functional.pad(codes, (0, -codes.numel() % storage.itemsize)).view(storage).view(-1, 1)
@@ -261,15 +275,10 @@ def _to_4bit(layer: PackedLinear, canonical: dict[str, Tensor]) -> Linear4bit:
     return result
 
 
-def _to_8bit(layer: PackedLinear, canonical: dict[str, Tensor]) -> Linear8bitLt:
+def _make_8bit(spec: EightBitSpec, canonical: Mapping[str, Tensor], origin: Origin) -> Linear8bitLt:
     from bitsandbytes.nn import Int8Params, Linear8bitLt
 
-    spec = layer.spec
-    if spec.group_size is not None or spec.format != "w8_s8":
-        raise ValueError(f"{layer.describe()}: bitsandbytes has no {spec.to_config()} layers; use dequantize()")
-    result = Linear8bitLt(
-        spec.k, spec.n, False, has_fp16_weights=False, threshold=layer.origin.threshold, device="meta"
-    )
+    result = Linear8bitLt(spec.k, spec.n, False, has_fp16_weights=False, threshold=origin.threshold, device="meta")
     codes = canonical["codes"].detach()
     result.weight = Int8Params(codes, requires_grad=False, CB=codes, SCB=canonical["scale"].detach().clone())
     return result

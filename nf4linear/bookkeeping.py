@@ -11,10 +11,7 @@ from typing import Any
 from torch import nn
 
 from . import bnb
-from .checkpoint.folders import plugin_version
-from .checkpoint.packed import make_config
-from .formats import FourBitSpec
-from .linear import PackedLinear
+from .model_rules import describe_quantization
 
 # Attributes of a transformers model that say how it is quantized; absent ones stay absent.
 _ATTRIBUTES = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
@@ -24,26 +21,6 @@ _BEFORE = "_nf4linear_before"  # holds what a bitsandbytes model had, for unpatc
 def is_transformers_model(model: nn.Module) -> bool:
     modeling = sys.modules.get("transformers.modeling_utils")
     return modeling is not None and isinstance(model, modeling.PreTrainedModel)
-
-
-def packed_layers(model: nn.Module) -> dict[str, PackedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, PackedLinear)}
-
-
-def describe_quantization(model: nn.Module) -> dict[str, Any]:
-    """The quantization_config of a model with packed layers; its other linear layers are listed as not converted."""
-    packed = packed_layers(model)
-    kept = [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D") and name not in packed
-    ]
-    packed_ends = {name.rpartition(".")[2] for name in packed}
-    # The last part of a name is enough where no packed layer ends so.
-    ends = [name if (end := name.rpartition(".")[2]) in packed_ends else end for name in kept]
-    return make_config(
-        {name: layer.spec for name, layer in packed.items()}, list(dict.fromkeys(ends)), plugin_version()
-    )
 
 
 def adopt(model: nn.Module) -> None:
@@ -151,8 +128,3 @@ def _adopt_bitsandbytes(model: nn.Module) -> None:
     model.is_quantized = True
     model.config.quantization_config = config
     setattr(model, f"is_loaded_in_{bnb.layer_bits(first)}bit", True)
-
-
-def bitsandbytes_has(layer: PackedLinear) -> bool:
-    """Whether bitsandbytes has layers of this format."""
-    return isinstance(layer.spec, FourBitSpec) or (layer.spec.format == "w8_s8" and layer.spec.group_size is None)

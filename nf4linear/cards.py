@@ -10,6 +10,7 @@ from string import Template
 from typing import Any
 
 from .formats import FORMAT_VERSION, FourBitSpec, WeightSpec
+from .sizes import format_size
 
 # Front-matter fields of the source's card that stay true of a packed copy.
 _INHERITED = ("license", "license_name", "license_link", "language", "pipeline_tag", "datasets")
@@ -44,20 +45,20 @@ def render_card(
         made_from="a bitsandbytes checkpoint, codes and scales unchanged"
         if source_format == "bitsandbytes"
         else "a 16/32-bit checkpoint, quantized by `nf4linear pack`",
-        formats="\n".join(f"| {what} | {count} |" for what, count in _format_counts(specs).most_common()),
+        formats="\n".join(f"| {what} | {count} |" for what, count in count_formats(specs).items()),
         format_version=FORMAT_VERSION,
         parameters=f"{quantized:,}",
-        size_before=_size(bytes_before),
-        size_after=_size(bytes_after),
+        size_before=format_size(bytes_before),
+        size_after=format_size(bytes_after),
     )
 
 
-def _format_counts(specs: Mapping[str, WeightSpec]) -> Counter[str]:
-    return Counter(describe_format(spec) for spec in specs.values())
+def count_formats(specs: Mapping[str, WeightSpec]) -> dict[str, int]:
+    """Formats in words -> layers that have them, the commonest first."""
+    return dict(Counter(_describe(spec) for spec in specs.values()).most_common())
 
 
-def describe_format(spec: WeightSpec) -> str:
-    """A format in words, as tables and cards show it."""
+def _describe(spec: WeightSpec) -> str:
     if isinstance(spec, FourBitSpec):
         scales = "double quantization" if spec.double_quant else "float32 scales"
         return f"{spec.format}, blocksize {spec.blocksize}, {scales}"
@@ -80,7 +81,3 @@ def _yaml(fields: Mapping[str, Any]) -> str:
     import yaml
 
     return yaml.safe_dump(dict(fields), sort_keys=False, allow_unicode=True).strip()
-
-
-def _size(nbytes: int) -> str:
-    return f"{nbytes / 1e9:.2f} GB" if nbytes >= 1e9 else f"{nbytes / 1e6:.2f} MB"

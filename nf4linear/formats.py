@@ -8,6 +8,7 @@ between the two is the work of `reorder`; nothing here touches data.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -102,11 +103,21 @@ class TensorSpec:
     shape: tuple[int, ...]
 
     def nbytes(self) -> int:
-        return self.dtype.itemsize * functools.reduce(lambda a, b: a * b, self.shape, 1)
+        return self.dtype.itemsize * math.prod(self.shape)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """ "bfloat16" of torch.bfloat16, as JSON files name it; getattr(torch, name) is the way back."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
+
+
+def _check_shape(n: int, k: int) -> None:
+    if n <= 0 or k <= 0:
+        raise ValueError(f"out_features and in_features must be positive; got {n} x {k}")
 
 
 @dataclass(frozen=True)
@@ -125,7 +136,7 @@ class FourBitSpec:
     def __post_init__(self) -> None:
         if not isinstance(FORMATS.get(self.format), CodebookFormat):
             raise ValueError(f"4-bit format must be one of nf4, fp4; got {self.format!r}")
-        if self.blocksize not in BLOCKSIZES:
+        if not isinstance(self.blocksize, int) or self.blocksize not in BLOCKSIZES:
             raise ValueError(f"blocksize must be one of {BLOCKSIZES}; got {self.blocksize!r}")
         _check_shape(self.n, self.k)
 
@@ -135,7 +146,7 @@ class FourBitSpec:
 
     @functools.cached_property
     def layout(self) -> str:
-        """"tile16x64" where every block of scales lies inside one row and covers whole 64-input tiles, else "flat"."""
+        """ "tile16x64" where every block of scales lies inside one row and covers whole 64-input tiles, else "flat"."""
         tiled = self.k % TILE_K4 == 0 and self.blocksize % TILE_K4 == 0 and self.k % self.blocksize == 0
         return "tile16x64" if tiled else "flat"
 
@@ -219,6 +230,11 @@ class EightBitSpec:
         return FORMATS[self.format]  # type: ignore[return-value]
 
     @property
+    def blocksize(self) -> int:
+        """Inputs under one scale as operators and native libraries take it: the group size, 0 for one scale a row."""
+        return self.group_size or 0
+
+    @property
     def layout(self) -> str:
         return "tile16x32"
 
@@ -251,31 +267,72 @@ class EightBitSpec:
 
 WeightSpec = FourBitSpec | EightBitSpec
 
-
-def _check_shape(n: int, k: int) -> None:
-    if n <= 0 or k <= 0:
-        raise ValueError(f"out_features and in_features must be positive; got {n} x {k}")
+# Every name that a packed tensor can have.
+PACKED_NAMES = frozenset().union(
+    *(FourBitSpec("nf4", 16, 64, double_quant=double_quant).packed_tensors() for double_quant in (True, False)),
+    *(EightBitSpec("w8_s8", 16, 64, group_size).packed_tensors() for group_size in (None, 64)),
+)
 
 
 @functools.lru_cache(maxsize=4096)
 def make_spec(format: str, n: int, k: int, blocksize: int, double_quant: bool) -> WeightSpec:
-    """The spec of an operator call: `blocksize` is the group size of 8-bit formats, 0 for per-row scales."""
+    """The spec of an operator call, whose `blocksize` is that of the spec (of an 8-bit one too)."""
     if isinstance(FORMATS.get(format), IntegerFormat):
         return EightBitSpec(format, n, k, blocksize or None)
     return FourBitSpec(format, n, k, blocksize, double_quant)
 
 
+def bitsandbytes_has(spec: WeightSpec) -> bool:
+    """Whether bitsandbytes has weights of this format."""
+    return isinstance(spec, FourBitSpec) or (spec.format == "w8_s8" and spec.group_size is None)
+
+
+# ---- entries of a quantization_config ------------------------------------------------------------------------------
+
+# What plain weights can be quantized to; w8_u8 holds weights that are unsigned from the start.
+QUANTIZED_FORMATS = ("nf4", "fp4", "w8_s8")
+_FOUR_BIT_FIELDS = {"format", "blocksize", "double_quant"}
+_EIGHT_BIT_FIELDS = {"format", "group_size"}
+
+
+def config_entry(format: str, blocksize: int = 64, double_quant: bool = True) -> dict[str, Any]:
+    """The `modules` entry of plain weights quantized with these options, of which 8-bit formats take only the first.
+
+    Raises ValueError for options that no weight can have.
+    """
+    if format not in QUANTIZED_FORMATS:
+        *others, last = QUANTIZED_FORMATS
+        raise ValueError(f"format must be {', '.join(others)} or {last}; got {format!r}")
+    entry = {"format": format}
+    if isinstance(FORMATS[format], CodebookFormat):
+        entry |= {"blocksize": blocksize, "double_quant": double_quant}
+    check_config_entry(entry)
+    return entry
+
+
+def check_config_entry(entry: Mapping[str, Any]) -> None:
+    """Raise ValueError naming what is wrong with a `modules` entry, whatever the shape of the layers it is for."""
+    spec_from_config(entry, 4096, 4096)  # every blocksize and group size divides 4096
+
+
 def spec_from_config(entry: Mapping[str, Any], n: int, k: int) -> WeightSpec:
-    """The spec of one `modules` entry of a quantization_config; raises ValueError naming what is wrong with it."""
+    """The spec of a weight [n, k] with one `modules` entry of a quantization_config.
+
+    Raises ValueError naming what is wrong with the entry, or does not fit the shape.
+    """
     name = entry.get("format")
-    known = {"format", "group_size"} if isinstance(FORMATS.get(name), IntegerFormat) else {"format", "blocksize", "double_quant"}
     if name not in FORMATS:
         raise ValueError(f"unknown weight format {name!r}; this version reads {', '.join(FORMATS)}")
+    eight_bit = isinstance(FORMATS[name], IntegerFormat)
+    known = _EIGHT_BIT_FIELDS if eight_bit else _FOUR_BIT_FIELDS
     if surplus := set(entry) - known:
         raise ValueError(f"format {name!r} does not take {sorted(surplus)}; it takes {sorted(known)}")
-    if isinstance(FORMATS[name], IntegerFormat):
+    if eight_bit:
         return EightBitSpec(name, n, k, entry.get("group_size"))
     return FourBitSpec(name, n, k, entry.get("blocksize", 64), entry.get("double_quant", True))
+
+
+# ---- checks of tensors -----------------------------------------------------------------------------------------------
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, TensorSpec], where: str) -> None:
@@ -290,3 +347,19 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], expected: Mapping[str, Te
             )
     if surplus := sorted(set(tensors) - set(expected)):
         raise ValueError(f"{where}: unexpected tensors {surplus}; expected only {sorted(expected)}")
+
+
+def check_packed(spec: WeightSpec, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise ValueError naming `where` unless `tensors` are the packed tensors of `spec`, with tables that can be."""
+    check_tensors(tensors, spec.packed_tensors(), where)
+    check_tables(spec, tensors, where)
+
+
+def check_tables(spec: WeightSpec, tensors: Mapping[str, torch.Tensor], where: str) -> None:
+    """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and `nested_offset` is finite."""
+    if isinstance(spec, EightBitSpec) or tensors["code"].is_meta:
+        return
+    if not spec.codebook.matches(tensors["code"]):
+        raise ValueError(f"{where}: tensor 'code' is not the {spec.format} table; the format or the file is wrong")
+    if spec.double_quant and not tensors["nested_offset"].isfinite():
+        raise ValueError(f"{where}: tensor 'nested_offset' is {tensors['nested_offset'].item()}; the file is damaged")

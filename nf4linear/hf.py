@@ -6,7 +6,8 @@ patch_model still works, and loading a packed checkpoint says what to install.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from torch import nn
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from . import bnb, bookkeeping, hf_model
-from .checkpoint.folders import plugin_version as installed_version
+from . import bnb, hf_model
 from .checkpoint.packed import METADATA, QUANT_METHOD, SOURCE_FILE, ModuleRules, parse_config, validate_packed
-from .formats import FORMAT_VERSION, WeightSpec, spec_from_config
-from .linear import PackedLinear, check_statistics
+from .formats import FORMAT_VERSION, check_config_entry, check_packed, config_entry, spec_from_config
+from .linear import PackedLinear
+from .model_rules import aliases, describe_quantization, layers_to_pack, packed_layers, packed_places
 from .select import select_layers
 from .swap import swap_layer
+from .version import installed_version
 
 MINIMUM_TRANSFORMERS = "5.17"
 
@@ -32,8 +34,9 @@ class NF4LinearConfig(QuantizationConfigMixin):
     """quantization_config of a packed checkpoint, or of a plain one to be quantized while it loads.
 
     `modules` maps full names and globs to formats, "default" to all others; without it `format`, `blocksize` and
-    `double_quant` are the default. `modules_to_not_convert` lists full names or whole dotted suffixes; when a plain
-    checkpoint is quantized it adds to what stays anyway (output and tied embeddings, layers kept in float32).
+    `double_quant` are the default. `modules_to_not_convert` lists full names or whole dotted suffixes of layers that
+    are not packed; when a plain checkpoint is quantized it is patch_model's `skip` (globs and any run of dotted parts
+    too) and adds to what stays anyway: output and tied embeddings, layers kept in float32.
     Only JSON types are held. Raises ValueError for a format or version that this package does not read.
     """
 
@@ -52,14 +55,10 @@ class NF4LinearConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         self.plugin_version = plugin_version or installed_version()
-        default = {"format": format}
-        if not format.startswith("w8"):
-            default |= {"blocksize": blocksize, "double_quant": double_quant}
-        self.modules = dict(modules) if modules is not None else {"default": default}
+        self.modules = {"default": config_entry(format, blocksize, double_quant)} if modules is None else dict(modules)
         self.modules_to_not_convert = list(modules_to_not_convert or [])
-        rules = self.rules()
-        for entry in rules.modules.values():
-            spec_from_config(entry, 4096, 4096)
+        for entry in self.rules().modules.values():
+            check_config_entry(entry)
 
     def rules(self) -> ModuleRules:
         return parse_config({"quantization_config": self.to_dict()}, "config.json")
@@ -97,20 +96,35 @@ class NF4LinearQuantizer(HfQuantizer):
     ) -> nn.Module:
         _refuse_tensor_parallel(model)
         if not self.pre_quantized:
-            selection = select_layers(model, self.quantization_config.modules_to_not_convert)
-            self._to_quantize = frozenset(name for layer in selection.layers for name in layer.names)
+            self._to_quantize = self._select(model)
             return model
         shapes = {}
-        for name, module, spec in packed_places(model, self.quantization_config.rules()):
+        for names, module, spec in layers_to_pack(model, self.quantization_config.rules()):
             layer = PackedLinear.from_spec(spec, bias=module.bias is not None, device="meta", dtype=dtype)
-            layer.layer_name, layer.source_cls = name, type(module)
-            swap_layer(model, [name], module, layer)
-            shapes |= {alias: (spec.n, spec.k) for alias in _aliases(model, name)}
+            layer.layer_name, layer.source_cls = names[0], type(module)
+            swap_layer(model, names, module, layer)
+            shapes |= {alias: (spec.n, spec.k) for alias in aliases(model, names[0])}
         self._check_files(checkpoint_files, shapes)
         return model
 
+    def _select(self, model: nn.Module) -> frozenset[str]:
+        """Names of the layers of a plain model that are quantized while it loads."""
+        selection = select_layers(model, self.quantization_config.modules_to_not_convert)
+        for entry in selection.unmatched:
+            warnings.warn(f"modules_to_not_convert: {entry!r} matches no module of the model", stacklevel=2)
+        names = frozenset(name for layer in selection.layers for name in layer.names)
+        rules = self.quantization_config.rules()
+        if unruled := sorted(name for name in names if rules.entry(name) is None):
+            raise ValueError(
+                f"quantization_config.modules has no format for {unruled[0]!r} and no default; add one, or list the "
+                "layer in modules_to_not_convert"
+            )
+        return names
+
     def _check_files(self, checkpoint_files: list[str] | None, shapes: dict[str, tuple[int, int]]) -> None:
         """Read the headers first: transformers itself only warns of missing and surplus tensors."""
+        # Files of another name (a variant, say) are no folder that pack or save_pretrained wrote: transformers' own
+        # checks have to do for them.
         if not checkpoint_files or not Path(checkpoint_files[0]).name.startswith("model"):
             return
         folder = Path(checkpoint_files[0]).parent
@@ -120,16 +134,16 @@ class NF4LinearQuantizer(HfQuantizer):
             self.source_file = folder / SOURCE_FILE
 
     def _process_model_after_weight_loading(self, model: nn.Module, **kwargs: Any) -> nn.Module:
-        for name, layer in bookkeeping.packed_layers(model).items():
+        for name, layer in packed_layers(model).items():
             layer.layer_name = name
             if layer.qweight.is_meta or hasattr(layer, "_hf_hook"):
                 continue  # offloaded: accelerate brings the tensors when they are needed
             for part, parameter in layer.named_parameters(recurse=False):
                 if not getattr(parameter, "_is_hf_initialized", False):
                     raise ValueError(f"{name}: tensor {part!r} is missing in the checkpoint; pack it again")
-            check_statistics(layer.spec, layer.packed(), name)
+            check_packed(layer.spec, layer.packed(), name)
         if not self.pre_quantized:
-            described = bookkeeping.describe_quantization(model)
+            described = describe_quantization(model)
             self.quantization_config.modules = described["modules"]
             self.quantization_config.modules_to_not_convert = described["modules_to_not_convert"]
         hf_model.extend_transformers()
@@ -180,37 +194,13 @@ class NF4LinearQuantizer(HfQuantizer):
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
         dtype = getattr(torch, dtype.removeprefix("torch.")) if isinstance(dtype, str) else dtype
-        layers = bookkeeping.packed_layers(model)
-        for layer in layers.values():
+        layers = packed_places(model)
+        for layer in layers:
             if layer.qweight.is_meta:
                 raise ValueError(f"{layer.describe()}: its weight is offloaded; load the model to one device first")
-        for name, layer in layers.items():
-            swap_layer(model, [name], layer, layer.to_linear(dtype))
+        for layer, names in layers.items():
+            swap_layer(model, names, layer, layer.to_linear(dtype))
         return model
-
-
-def packed_places(model: nn.Module, rules: ModuleRules) -> Iterator[tuple[str, nn.Module, WeightSpec]]:
-    """(name, module, spec) of each linear layer that the rules of a packed checkpoint say is packed."""
-    for name, module in list(model.named_modules()):
-        conv1d = type(module).__name__ == "Conv1D"
-        aliases = _aliases(model, name)
-        if not (type(module) is nn.Linear or conv1d):
-            continue
-        if any(f".{alias}".endswith(f".{entry}") for alias in aliases for entry in rules.not_converted):
-            continue
-        entries = [rules.entry(alias) for alias in aliases]
-        default = rules.modules.get("default")
-        entry = next((entry for entry in entries if entry is not default), default)
-        if entry is None:
-            raise ValueError(f"config.json: quantization_config.modules has no format for {name!r} and no default")
-        n, k = module.weight.shape[::-1] if conv1d else module.weight.shape
-        yield name, module, spec_from_config(entry, n, k)
-
-
-def _aliases(model: nn.Module, name: str) -> tuple[str, ...]:
-    """Names of a layer in checkpoints of this model and of the same model with or without a head."""
-    prefix = getattr(model, "base_model_prefix", "")
-    return (name, f"{prefix}.{name}", name.removeprefix(f"{prefix}.")) if prefix else (name,)
 
 
 def _refuse_tensor_parallel(model: nn.Module) -> None:

@@ -7,30 +7,18 @@ see them. `layer.weight` is no parameter: it is a read-only view that dequantize
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from . import eager, ops, reference, reorder
-from .formats import EightBitSpec, FourBitSpec, WeightSpec, check_tensors, dynamic_map, spec_from_config
+from . import bnb, eager, ops, reference, reorder
+from .formats import EightBitSpec, FourBitSpec, WeightSpec, check_packed, dtype_name, dynamic_map, spec_from_config
+from .plain import is_conv1d
 from .weight_view import DequantizedWeight
 
 if TYPE_CHECKING:
     from bitsandbytes.nn import Linear4bit, Linear8bitLt
-
-
-@dataclass(frozen=True)
-class Origin:
-    """What bitsandbytes keeps of a layer beside its tensors, for the way back; dtypes by name, such as "bfloat16"."""
-
-    dtype: str = "float32"  # of the weight before quantization
-    quant_storage: str = "uint8"
-    nested_dtype: str = "float32"
-    code_dtype: str = "float32"
-    compute_dtype: str | None = None
-    threshold: float = 0.0
 
 
 class PackedLinear(nn.Linear):
@@ -57,7 +45,7 @@ class PackedLinear(nn.Linear):
         self.spec = spec
         self.in_features, self.out_features = spec.k, spec.n
         self.layer_name = ""
-        self.origin = Origin()
+        self.origin = bnb.Origin()
         self.source_cls: type[nn.Module] = nn.Linear  # Conv1D holds the transposed weight
         self.compute_dtype = _float_dtype(dtype or torch.get_default_dtype())
         # Code that asks a module for its dtype takes the first floating parameter: let that be the bias.
@@ -67,8 +55,7 @@ class PackedLinear(nn.Linear):
         self._packed_names = tuple(spec.packed_tensors())
         for name, tensor in _zero_weight(spec, device).items():
             self.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-        _, self._scales_name = self._packed_names[:2]
-        self._blocksize = spec.blocksize if isinstance(spec, FourBitSpec) else spec.group_size or 0
+        self._scales_name = spec.scales_name
         self._bound: eager.Bound | None = None
 
     @staticmethod
@@ -90,7 +77,7 @@ class PackedLinear(nn.Linear):
         `options` are those of the format: blocksize and double_quant (4 bit), group_size (8 bit).
         Raises ValueError for a weight that is not finite, not floating or on the meta device.
         """
-        transposed = type(linear).__name__ == "Conv1D"
+        transposed = is_conv1d(linear)
         weight = linear.weight.detach()
         where = name or type(linear).__name__
         if not weight.is_floating_point() or weight.is_meta:
@@ -103,25 +90,35 @@ class PackedLinear(nn.Linear):
             raise ValueError(f"{where}: {error}") from error
         layer = cls.from_spec(spec, bias=False, device="meta", dtype=_float_dtype(weight.dtype))
         layer.layer_name = name
-        layer.origin = Origin(dtype=dtype_name(weight.dtype))
+        layer.origin = bnb.Origin(dtype=dtype_name(weight.dtype))
         layer.source_cls = type(linear) if transposed else nn.Linear
         return layer.load_packed(packed, linear.bias)
 
     @classmethod
-    def from_bnb(cls, layer: Linear4bit | Linear8bitLt, *, name: str = "") -> PackedLinear:
-        """Take over a bitsandbytes layer of either width: same codes and scales, in kernel order.
+    def from_bnb(
+        cls, layer: Linear4bit | Linear8bitLt, *, name: str = "", dtype: torch.dtype | None = None
+    ) -> PackedLinear:
+        """Take over a bitsandbytes layer of either width, on its device: same codes and scales, in kernel order.
 
-        Tensors that keep their order are shared with `layer`. See bnb.packed_from_bnb.
+        `dtype` is the compute dtype: by default that of the bias, else of the weight before quantization. The bias,
+        and tensors that keep their order, are shared with `layer`, which is not changed.
+        Raises ValueError or TypeError naming the layer for anything that is not complete and consistent.
         """
-        from .bnb import packed_from_bnb
-
-        return packed_from_bnb(layer, name)
+        where = name or type(layer).__name__
+        spec, canonical, origin = bnb.read_layer(layer, where)
+        dtype = dtype or (getattr(torch, origin.dtype) if layer.bias is None else layer.bias.dtype)
+        packed = cls.from_spec(spec, bias=False, device="meta", dtype=dtype)
+        packed.layer_name, packed.origin = name, origin
+        packed.source_cls = getattr(layer, "source_cls", nn.Linear)
+        return packed.load_packed(reorder.pack(spec, canonical, where), layer.bias)
 
     def to_bnb(self) -> Linear4bit | Linear8bitLt:
-        """The bitsandbytes layer with the same bytes. See bnb.packed_to_bnb."""
-        from .bnb import packed_to_bnb
-
-        return packed_to_bnb(self)
+        """The bitsandbytes layer with the same bytes; it shares the bias. Raises ValueError if there is no such one."""
+        canonical = reorder.unpack(self.spec, self.packed(), self.describe())
+        layer = bnb.make_layer(self.spec, canonical, self.origin, self.describe())
+        layer.bias = self.bias
+        layer.source_cls = self.source_cls
+        return layer.train(self.training)
 
     def packed(self) -> dict[str, Tensor]:
         """The packed tensors by name, as they are held (no copy)."""
@@ -133,7 +130,7 @@ class PackedLinear(nn.Linear):
         Raises ValueError naming the layer and the tensor on a missing or surplus name, a wrong dtype or shape, or
         statistics that cannot be: nothing is changed then.
         """
-        check_statistics(self.spec, tensors, self.describe())
+        check_packed(self.spec, tensors, self.describe())
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise ValueError(f"{self.describe()}: bias is {list(bias.shape)}, expected [{self.out_features}]")
         for name in self._packed_names:
@@ -183,7 +180,7 @@ class PackedLinear(nn.Linear):
         return p["qweight"], p[self._scales_name], *nested
 
     def _spec_arguments(self) -> tuple[str, int, int, int]:
-        return self.spec.format, self.out_features, self.in_features, self._blocksize
+        return self.spec.format, self.out_features, self.in_features, self.spec.blocksize
 
     def _refuse_input(self, input: Tensor) -> NoReturn:
         if input.dtype not in ops.FLOAT_DTYPES:
@@ -260,7 +257,7 @@ class PackedLinear(nn.Linear):
         if given:
             # Fewer would leave codes and scales of different weights together, so strict=False allows none.
             try:
-                check_statistics(self.spec, given, where)
+                check_packed(self.spec, given, where)
             except ValueError as error:
                 error_msgs.append(str(error))
                 return
@@ -307,22 +304,6 @@ class W8Linear(PackedLinear):
 _TABLES = ("code", "nested_code", "nested_offset")
 
 
-def check_statistics(spec: WeightSpec, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError naming `where` unless `tensors` are the packed tensors of `spec` with possible small values."""
-    check_tensors(tensors, spec.packed_tensors(), where)
-    check_tables(spec, tensors, where)
-
-
-def check_tables(spec: WeightSpec, tensors: Mapping[str, Tensor], where: str) -> None:
-    """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and `nested_offset` is finite."""
-    if isinstance(spec, EightBitSpec) or tensors["code"].is_meta:
-        return
-    if not spec.codebook.matches(tensors["code"]):
-        raise ValueError(f"{where}: tensor 'code' is not the {spec.format} table; the format or the file is wrong")
-    if spec.double_quant and not tensors["nested_offset"].isfinite():
-        raise ValueError(f"{where}: tensor 'nested_offset' is {tensors['nested_offset'].item()}; the file is damaged")
-
-
 def _zero_weight(spec: WeightSpec, device: Any) -> dict[str, Tensor]:
     """Packed tensors that decode to zeros, float32 whatever the default dtype."""
     tensors = {
@@ -352,7 +333,3 @@ def _move_bytes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
 
 def _float_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in ops.FLOAT_DTYPES else torch.float32
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .formats import TILE_K4, FourBitSpec, WeightSpec
+from .formats import TILE_K4, WeightSpec
 
 ABI_VERSION = 1
 OK, USE_GEMM, NO_KERNEL_IMAGE = 0, 1, -2
@@ -82,7 +82,7 @@ def describe_weight(
         LAYOUT_IDS[spec.layout],
         spec.n,
         spec.k,
-        spec.blocksize if isinstance(spec, FourBitSpec) else spec.group_size or 0,
+        spec.blocksize,
         qweight.data_ptr(),
         scales.data_ptr(),
         nested_code.data_ptr() if nested else None,

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from . import bnb, bookkeeping
-from .checkpoint.progress import Progress
-from .formats import FORMATS, IntegerFormat, spec_from_config
+from .formats import bitsandbytes_has, config_entry
 from .linear import PackedLinear
+from .model_rules import packed_places
 from .patch_report import PatchReport, count_parameters, expert_bytes, weight_bytes
+from .progress import Progress
 from .select import Layer, quantization_method, select_layers
 from .swap import swap_layer
 
@@ -45,12 +46,14 @@ def patch_model(
     `report(model)` tells what was done. Raises ValueError, before anything is changed, for a model quantized by another
     method, and naming the layer when one is offloaded, not loaded, inconsistent or not finite.
     """
-    formats = _Formats(format, blocksize, double_quant, lm_head)
+    entries = {False: config_entry(format, blocksize, double_quant)}  # by Layer.is_head
+    if lm_head is not None:
+        entries[True] = config_entry({"w8": "w8_s8"}.get(lm_head, lm_head), blocksize, double_quant)
     if (method := quantization_method(model)) not in (None, "bitsandbytes", "nf4linear"):
         raise ValueError(f"the model is quantized with {method!r}; patch_model takes bitsandbytes and plain models")
     selection = select_layers(model, skip, include_head=lm_head is not None)
-    for entry in selection.unmatched:
-        warnings.warn(f"patch_model: skip entry {entry!r} matches no module of the model", stacklevel=2)
+    for unmatched in selection.unmatched:
+        warnings.warn(f"patch_model: skip entry {unmatched!r} matches no module of the model", stacklevel=2)
     if not selection.layers:
         if not selection.packed:
             warnings.warn(f"patch_model: found no layer to replace in {type(model).__name__}", stacklevel=2)
@@ -60,10 +63,10 @@ def patch_model(
     total = sum(_nbytes(layer.module) for layer in selection.layers)
     try:
         with Progress("packing", total, progress) as bar:
-            _replace_all(model, selection.layers, formats, report, bar)
+            _replace_all(model, selection.layers, entries, report, bar)
     finally:
         # Even a run cut short leaves a model that says truly which of its layers are packed.
-        if bookkeeping.packed_layers(model):
+        if packed_places(model):
             bookkeeping.adopt(model)
             _complete(report, model)
     return model
@@ -75,9 +78,9 @@ def unpatch_model(model: nn.Module) -> nn.Module:
     A model that came from bitsandbytes gets its own quantization settings back.
     Raises ValueError, before anything is changed, if a layer has a format that bitsandbytes lacks.
     """
-    places = _places(model)
+    places = packed_places(model)
     for layer in places:
-        if not bookkeeping.bitsandbytes_has(layer):
+        if not bitsandbytes_has(layer.spec):
             raise ValueError(
                 f"{layer.describe()}: bitsandbytes has no such layer; model.dequantize() makes it a plain one"
             )
@@ -109,6 +112,7 @@ def patched_loading(**options: Any) -> Iterator[None]:
     original = PreTrainedModel.__dict__["from_pretrained"]
 
     @classmethod
+    @functools.wraps(original.__func__)
     def from_pretrained(cls: type, *args: Any, **kwargs: Any) -> Any:
         loaded = original.__get__(None, cls)(*args, **kwargs)
         model = loaded[0] if isinstance(loaded, tuple) else loaded  # a tuple with output_loading_info=True
@@ -120,26 +124,6 @@ def patched_loading(**options: Any) -> Iterator[None]:
         yield
     finally:
         PreTrainedModel.from_pretrained = original
-
-
-@dataclass(frozen=True)
-class _Formats:
-    """The options of patch_model that say how plain layers are quantized. Raises ValueError for impossible ones."""
-
-    format: str
-    blocksize: int
-    double_quant: bool
-    lm_head: str | None
-
-    def __post_init__(self) -> None:
-        for head in {False, self.lm_head is not None}:
-            spec_from_config(self.entry(head), 4096, 4096)
-
-    def entry(self, head: bool) -> dict[str, Any]:
-        format = {"w8": "w8_s8"}.get(self.lm_head, self.lm_head) if head else self.format
-        if isinstance(FORMATS.get(format), IntegerFormat):
-            return {"format": format}
-        return {"format": format, "blocksize": self.blocksize, "double_quant": self.double_quant}
 
 
 def _check(layers: list[Layer]) -> None:
@@ -161,7 +145,13 @@ def _check(layers: list[Layer]) -> None:
             raise ValueError(f"{layer.name}: its weight holds NaN or infinity; quantize a sound checkpoint, or skip it")
 
 
-def _replace_all(model: nn.Module, layers: list[Layer], formats: _Formats, report: PatchReport, bar: Progress) -> None:
+def _replace_all(
+    model: nn.Module,
+    layers: list[Layer],
+    entries: dict[bool, dict[str, Any]],
+    report: PatchReport,
+    bar: Progress,
+) -> None:
     """Empties `layers` as it goes, so that each old layer is freed before the next one is packed."""
     done: list[tuple[tuple[str, ...], PackedLinear]] = []
     from_bnb = all(layer.bits for layer in layers)
@@ -169,7 +159,12 @@ def _replace_all(model: nn.Module, layers: list[Layer], formats: _Formats, repor
         while layers:
             layer = layers.pop(0)
             nbytes = _nbytes(layer.module)
-            packed = _pack(model, layer, formats, report)
+            if layer.bits:
+                packed = PackedLinear.from_bnb(layer.module, name=layer.name, dtype=_model_dtype(model))
+            else:
+                packed = PackedLinear.from_linear(layer.module, name=layer.name, **entries[layer.is_head])
+                if layer.is_head and bookkeeping.untie(model, layer.name):
+                    report.notes.append(f"{layer.name} was tied to the input embedding; they are separate now")
             swap_layer(model, layer.names, layer.module, packed)
             done.append((layer.names, packed))
             report.replaced[layer.name] = packed.spec.format
@@ -181,30 +176,9 @@ def _replace_all(model: nn.Module, layers: list[Layer], formats: _Formats, repor
         raise
 
 
-def _pack(model: nn.Module, layer: Layer, formats: _Formats, report: PatchReport) -> PackedLinear:
-    if layer.bits:
-        return bnb.packed_from_bnb(layer.module, layer.name, _model_dtype(model))
-    get_head = getattr(model, "get_output_embeddings", lambda: None)
-    is_head = layer.module is get_head()
-    packed = PackedLinear.from_linear(
-        layer.module, name=layer.name, **formats.entry(is_head and formats.lm_head is not None)
-    )
-    if is_head and bookkeeping.untie(model, layer.name):
-        report.notes.append(f"{layer.name} was tied to the input embedding; they are separate now")
-    return packed
-
-
 def _model_dtype(model: nn.Module) -> torch.dtype | None:
     """The dtype of a transformers model's activations; unlike bitsandbytes' own notes it knows how it was loaded."""
     return model.dtype if bookkeeping.is_transformers_model(model) else None
-
-
-def _places(model: nn.Module) -> dict[PackedLinear, list[str]]:
-    places: dict[PackedLinear, list[str]] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, PackedLinear):
-            places.setdefault(module, []).append(name)
-    return places
 
 
 def _complete(report: PatchReport, model: nn.Module) -> None:
@@ -221,4 +195,4 @@ def _complete(report: PatchReport, model: nn.Module) -> None:
 
 
 def _nbytes(module: nn.Module) -> int:
-    return sum(p.numel() * p.element_size() for p in module.parameters(recurse=False))
+    return sum(p.nbytes for p in module.parameters(recurse=False))

@@ -8,6 +8,7 @@ from torch import nn
 
 from . import bnb
 from .linear import PackedLinear
+from .sizes import format_size
 
 
 @dataclass
@@ -28,9 +29,10 @@ class PatchReport:
 
     def __str__(self) -> str:
         formats = _count(self.replaced.values())
+        before, after = format_size(self.bytes_before), format_size(self.bytes_after)
         lines = [
             f"nf4linear: {len(self.replaced)} layers replaced" + (f" ({formats})" if formats else ""),
-            f"  weights: {_size(self.bytes_before)} -> {_size(self.bytes_after)}, {self.parameters:,} parameters",
+            f"  weights: {before} -> {after}, {self.parameters:,} parameters",
         ]
         by_reason: dict[str, list[str]] = {}
         for name, reason in self.skipped.items():
@@ -39,7 +41,7 @@ class PatchReport:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             lines.append(f"  left as is: {', '.join(names[:3])}{more}: {reason}")
         if self.expert_bytes:
-            lines.append(f"  not quantized: {_size(self.expert_bytes)} of fused expert weights (3-D parameters)")
+            lines.append(f"  not quantized: {format_size(self.expert_bytes)} of fused expert weights (3-D parameters)")
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
@@ -57,13 +59,13 @@ def weight_bytes(model: nn.Module) -> int:
     """Bytes of all parameters and buffers, statistics of bitsandbytes layers included."""
     tensors = [*model.parameters(), *model.buffers()]
     statistics = sum(bnb.statistics_bytes(module) for module in model.modules() if bnb.layer_bits(module))
-    return sum(t.numel() * t.element_size() for t in tensors) + statistics
+    return sum(t.nbytes for t in tensors) + statistics
 
 
 def expert_bytes(model: nn.Module) -> int:
     """Bytes of floating 3-D parameters outside convolutions: transformers 5 fuses the experts of a layer so."""
     return sum(
-        p.numel() * p.element_size()
+        p.nbytes
         for module in model.modules()
         if not isinstance(module, nn.modules.conv._ConvNd)
         for p in module.parameters(recurse=False)
@@ -76,12 +78,3 @@ def _count(values) -> str:
     for value in values:
         counts[value] = counts.get(value, 0) + 1
     return ", ".join(f"{value}: {n}" if len(counts) > 1 else value for value, n in counts.items())
-
-
-def _size(nbytes: int) -> str:
-    value = float(nbytes)
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.1f} {unit}" if unit != "B" else f"{nbytes} B"
-        value /= 1024
-    return f"{value:.2f} GiB"

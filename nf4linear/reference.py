@@ -18,7 +18,9 @@ from .formats import NESTED_BLOCKSIZE, EightBitSpec, FourBitSpec, WeightSpec, dy
 INV_127 = torch.tensor(1.0, dtype=torch.float32).div(127.0).item()
 
 
-def block_scales(spec: FourBitSpec, canonical: Mapping[str, Tensor], nested_dtype: torch.dtype = torch.float32) -> Tensor:
+def block_scales(
+    spec: FourBitSpec, canonical: Mapping[str, Tensor], nested_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """float32 scale of every block [blocks].
 
     A 16-bit `nested_dtype` emulates the paths of bitsandbytes that also round the product, the offset and the sum to it
@@ -59,7 +61,7 @@ def quantize(spec: WeightSpec, weight: Tensor) -> dict[str, Tensor]:
     """Canonical tensors of a float weight [n, k], the same bytes as bitsandbytes' quantize_4bit.
 
     8-bit rows are quantized in float32, so weights beyond float16's range keep a finite scale (bitsandbytes goes
-    through float16 there).
+    through float16 there). Raises ValueError for another shape, for NaN or infinity, and for a w8_u8 spec.
     """
     if tuple(weight.shape) != (spec.n, spec.k):
         raise ValueError(f"weight is {list(weight.shape)}, the spec is for [{spec.n}, {spec.k}]")
@@ -71,7 +73,8 @@ def quantize(spec: WeightSpec, weight: Tensor) -> dict[str, Tensor]:
     code = torch.tensor(spec.codebook.code, dtype=torch.float32, device=flat.device)
     ascending = torch.argsort(code, stable=True)
     absmax, nearest = _quantize_blocks(flat, code[ascending], spec.blocksize)
-    nibbles = torch.nn.functional.pad(ascending[nearest].to(torch.uint8), (0, nearest.numel() % 2), value=spec.codebook.zero_code)
+    nibbles = ascending[nearest].to(torch.uint8)
+    nibbles = torch.nn.functional.pad(nibbles, (0, nibbles.numel() % 2), value=spec.codebook.zero_code)
     canonical = {"codes": nibbles[::2] << 4 | nibbles[1::2], "absmax": absmax, "code": code}
     if spec.double_quant:
         offset = absmax.mean()
@@ -98,10 +101,10 @@ def _quantize_blocks(flat: Tensor, table: Tensor, blocksize: int) -> tuple[Tenso
 
 
 def _quantize_8bit(spec: EightBitSpec, weight: Tensor) -> dict[str, Tensor]:
+    if spec.integer.dtype == torch.uint8:
+        raise ValueError("w8_u8 holds unsigned weights; quantize signed ones to w8_s8")
     groups = weight if spec.group_size is None else weight.view(spec.n, -1, spec.group_size)
     absmax = groups.abs().amax(dim=-1, keepdim=True)
     signed = torch.round(groups * (127.0 / absmax.clamp(min=1e-38))).clamp(-127, 127).view(spec.n, spec.k)
-    if spec.integer.dtype == torch.uint8:
-        raise ValueError("w8_u8 holds unsigned weights; quantize signed ones to w8_s8")
     scales = absmax.squeeze(-1) if spec.group_size is None else absmax.squeeze(-1) / 127.0
     return {"codes": signed.to(torch.int8), spec.scales_name: scales}

@@ -11,6 +11,7 @@ from torch import nn
 from . import bnb
 from .linear import PackedLinear
 from .ops import FLOAT_DTYPES
+from .plain import is_linear, is_plain
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class Layer:
     names: tuple[str, ...]
     module: nn.Module
     bits: int | None  # 4 or 8 for a bitsandbytes layer, None for one that is to be quantized
+    is_head: bool = False  # the output embedding of the model
 
     @property
     def name(self) -> str:
@@ -42,26 +44,25 @@ def select_layers(model: nn.Module, skip: Iterable[str] = (), include_head: bool
     dotted parts. `include_head` selects the output embedding as well, tied or not.
     """
     skip = [skip] if isinstance(skip, str) else list(skip)
-    places = _places(model)
-    modules = {names[0]: (module, names) for module, names in places.items()}
-    has_bnb = any(bnb.layer_bits(module) and not bnb.skip_reason(module) for module in places)
+    modules = {names[0]: (module, names) for module, names in places(model).items()}
+    has_bnb = any(bnb.layer_bits(module) and not bnb.skip_reason(module) for module, _ in modules.values())
     quantizer = "bitsandbytes" if has_bnb else quantization_method(model)
-    head = _output_embedding(model)
+    head = output_embedding(model)
     reasons = _model_rules(model)
     selection = Selection(unmatched=[e for e in skip if not any(name_matches(name, e) for name in modules)])
     for name, (module, names) in modules.items():
-        bits = bnb.layer_bits(module)
         if isinstance(module, PackedLinear):
             selection.packed[name] = module
             continue
-        if not (bits or isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"):
+        if not is_linear(module):
             continue
+        bits = bnb.layer_bits(module)
         reason = _user_rule(names, skip)
         if reason is None and not bits and not (include_head and module is head):
             reason = reasons.get(name) or (quantizer and f"{quantizer} left it unquantized")
         reason = reason or _layer_rule(module, bits)
         if reason is None:
-            selection.layers.append(Layer(names, module, bits))
+            selection.layers.append(Layer(names, module, bits, module is head))
         else:
             selection.skipped[name] = reason
     return selection
@@ -79,11 +80,12 @@ def name_matches(name: str, entry: str) -> bool:
     return f".{entry}." in f".{name}." or fnmatch.fnmatchcase(name, entry)
 
 
-def _places(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
-    places: dict[nn.Module, tuple[str, ...]] = {}
+def places(model: nn.Module) -> dict[nn.Module, tuple[str, ...]]:
+    """Every module with all its names: a module that stands in several places of a model has several."""
+    names: dict[nn.Module, tuple[str, ...]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        places[module] = (*places.get(module, ()), name)
-    return places
+        names[module] = (*names.get(module, ()), name)
+    return names
 
 
 def _user_rule(names: tuple[str, ...], skip: list[str]) -> str | None:
@@ -95,7 +97,7 @@ def _layer_rule(module: nn.Module, bits: int | None) -> str | None:
     """Reasons that lie in the layer itself."""
     if bits:
         return bnb.skip_reason(module)
-    if type(module) is not nn.Linear and type(module).__name__ != "Conv1D":
+    if not is_plain(module):
         return f"a subclass of nn.Linear ({type(module).__name__})"
     if not isinstance(module._parameters.get("weight"), nn.Parameter):
         return "its weight is computed by something else"
@@ -114,7 +116,7 @@ def _model_rules(model: nn.Module) -> dict[str, str]:
         for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
         for entry in getattr(model, attribute, None) or ()
     ]
-    head, last = _output_embedding(model), _last_module(model)
+    head, last = output_embedding(model), _last_module(model)
     for name, module in model.named_modules():
         # These read the weights of their layers past the layers' forward.
         if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
@@ -141,7 +143,8 @@ def _tied_modules(model: nn.Module) -> dict[str, str]:
     return dict(reversed(pairs))
 
 
-def _output_embedding(model: nn.Module) -> nn.Module | None:
+def output_embedding(model: nn.Module) -> nn.Module | None:
+    """The layer that makes logits of hidden states, None where a model has none."""
     try:
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # no transformers model, or one without such a layer

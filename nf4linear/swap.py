@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-_FORWARD_HOOKS = (
+_HOOKS = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
@@ -25,7 +25,7 @@ def swap_layer(model: nn.Module, names: Iterable[str], old: nn.Module, new: nn.M
     An accelerate hook (`_hf_hook`), which wraps the forward method of one module, is taken off and put on.
     """
     new.train(old.training)
-    for attribute in _FORWARD_HOOKS:
+    for attribute in _HOOKS:
         if attribute in old.__dict__:
             new.__dict__[attribute] = old.__dict__[attribute]
     hook = old.__dict__.get("_hf_hook")

@@ -7,14 +7,23 @@ a plain temporary tensor would take the write and forget it, and a merge would b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-if TYPE_CHECKING:
-    from .linear import PackedLinear
+
+class Layer(Protocol):
+    """What the view needs of its layer, which stands above it."""
+
+    in_features: int
+    out_features: int
+    compute_dtype: torch.dtype
+    qweight: Tensor
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor: ...
+    def describe(self) -> str: ...
 
 
 class DequantizedWeight(torch.Tensor):
@@ -23,11 +32,11 @@ class DequantizedWeight(torch.Tensor):
     Every operation sees a fresh dequantized tensor and returns plain tensors; writing raises RuntimeError.
     """
 
-    _layer: PackedLinear
+    _layer: Layer
     _is_hf_initialized = True  # transformers leaves such tensors alone when it fills new layers
 
     @staticmethod
-    def __new__(cls, layer: PackedLinear) -> DequantizedWeight:
+    def __new__(cls, layer: Layer) -> DequantizedWeight:
         self = torch.Tensor._make_wrapper_subclass(
             cls, (layer.out_features, layer.in_features), dtype=layer.compute_dtype, device=layer.qweight.device
         )

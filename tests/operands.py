@@ -50,8 +50,7 @@ def operands(spec: WeightSpec, packed: dict[str, torch.Tensor]) -> tuple:
 
 def geometry(spec: WeightSpec) -> tuple[str, int, int, int]:
     """The four spec arguments of the operators."""
-    size = spec.blocksize if isinstance(spec, FourBitSpec) else spec.group_size or 0
-    return spec.format, spec.n, spec.k, size
+    return spec.format, spec.n, spec.k, spec.blocksize
 
 
 def packed_weight(spec: WeightSpec, seed: int = 0, device: str = "cpu") -> dict[str, torch.Tensor]:

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 
 from checkpoints import NF4, Q_PROJ, edit, files, save_bnb, save_plain
 from nf4linear import checkpoint
-from nf4linear.checkpoint import folders
 from nf4linear.cli.main import COMMANDS, app
+from nf4linear.sizes import parse_size
 
 
 def run(*args: object, code: int = 0) -> str:
@@ -104,7 +104,7 @@ def test_hub_failure_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("text", "nbytes"), [("5GB", 5 * 10**9), ("1.5MiB", 3 << 19), ("9kb", 9000), (77, 77)])
 def test_sizes(text, nbytes):
-    assert folders.parse_size(text) == nbytes
+    assert parse_size(text) == nbytes
 
 
 def test_help_is_quick_and_complete():

@@ -274,17 +274,15 @@ def test_a_bad_layer_is_found_before_anything_is_replaced(tiny, tiny_bnb):
 
 def test_a_failure_on_the_way_puts_bitsandbytes_layers_back(tiny_bnb, monkeypatch):
     model, untouched = load(tiny_bnb()), load(tiny_bnb())
-    import nf4linear.bnb
+    original, calls = nf4linear.PackedLinear.from_bnb, []
 
-    original, calls = nf4linear.bnb.packed_from_bnb, []
-
-    def fail_at_the_fifth(*args):
+    def fail_at_the_fifth(*args, **options):
         calls.append(args)
         if len(calls) == 5:
             raise torch.OutOfMemoryError("no memory")
-        return original(*args)
+        return original(*args, **options)
 
-    monkeypatch.setattr(nf4linear.bnb, "packed_from_bnb", fail_at_the_fifth)
+    monkeypatch.setattr(nf4linear.PackedLinear, "from_bnb", fail_at_the_fifth)
     with pytest.raises(torch.OutOfMemoryError):
         patch_model(model, progress=False)
     assert not packed_names(model)

@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from ..select import select_layers
+from ..plain import is_conv1d, out_in_features
+from ..select import output_embedding, select_layers
 from .shards import CheckpointError, read_json
 
 
@@ -40,12 +41,12 @@ def read_architecture(folder: Path, skip: tuple[str, ...] = ()) -> Architecture:
     selection = select_layers(model, skip)
     modules = {layer.name: layer.module for layer in selection.layers}
     modules |= {name: model.get_submodule(name) for name in selection.skipped}
-    conv1d = frozenset(name for name, module in modules.items() if type(module).__name__ == "Conv1D")
+    conv1d = frozenset(name for name, module in modules.items() if is_conv1d(module))
     names = {id(module): name for name, module in model.named_modules()}
-    head = names.get(id(model.get_output_embeddings())) if hasattr(model, "get_output_embeddings") else None
+    head = names.get(id(output_embedding(model)))
     tied = head is not None and f"{head}.weight" in (getattr(model, "all_tied_weights_keys", None) or {})
     return Architecture(
-        shapes={name: _out_in(module, name in conv1d) for name, module in modules.items()},
+        shapes={name: out_in_features(module) for name, module in modules.items()},
         conv1d=conv1d,
         skipped=selection.skipped,
         unmatched=selection.unmatched,
@@ -55,11 +56,6 @@ def read_architecture(folder: Path, skip: tuple[str, ...] = ()) -> Architecture:
         head_tied_to=names.get(id(model.get_input_embeddings())) if tied else None,
         expert_parameters=sum(p.numel() for p in model.parameters() if p.dim() == 3),
     )
-
-
-def _out_in(layer: nn.Module, transposed: bool) -> tuple[int, int]:
-    rows, columns = layer.weight.shape
-    return (columns, rows) if transposed else (rows, columns)
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:

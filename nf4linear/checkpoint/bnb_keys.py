@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from ..formats import FORMATS as WEIGHT_FORMATS
-from ..formats import NESTED_BLOCKSIZE, CodebookFormat, EightBitSpec, FourBitSpec, WeightSpec
-from .shards import DTYPE_NAMES, TORCH_DTYPES, Checkpoint, CheckpointError
+from ..formats import NESTED_BLOCKSIZE, CodebookFormat, EightBitSpec, FourBitSpec, WeightSpec, dtype_name
+from .shards import DTYPE_NAMES, FLOAT_DTYPE_NAMES, TORCH_DTYPES, Checkpoint, CheckpointError
 
 _STATE = ".weight.quant_state.bitsandbytes__"
 # Canonical tensor -> key suffix after the layer name.
@@ -30,8 +30,6 @@ _STATISTICS = {"absmax": ".weight.absmax", "code": ".weight.quant_map"}
 _NESTED = {"nested_absmax": ".weight.nested_absmax", "nested_code": ".weight.nested_quant_map"}
 _SCALE, _WEIGHT_FORMAT = ".SCB", ".weight_format"
 _MARKS = (*_STATISTICS.values(), *_NESTED.values(), _SCALE, _WEIGHT_FORMAT)
-_STORAGE = tuple(TORCH_DTYPES)
-_FLOATS = ("F32", "F16", "BF16")  # statistics; 16-bit ones widen exactly
 
 
 @dataclass(frozen=True)
@@ -134,19 +132,19 @@ def _check_four_bit_headers(checkpoint: Checkpoint, layer: BnbLayer) -> None:
     spec = layer.spec
     assert isinstance(spec, FourBitSpec)
     canonical = spec.canonical_tensors()
-    _check_entry(checkpoint, layer, ".weight", _STORAGE, None)
+    _check_entry(checkpoint, layer, ".weight", tuple(TORCH_DTYPES), None)
     stored, wanted = checkpoint.entry(layer.weight_key).nbytes, canonical["codes"].nbytes()
     if stored != wanted:
         raise CheckpointError(
             f"{checkpoint.locate(layer.weight_key)} of layer {layer.name!r} holds {stored} bytes; "
             f"{spec.n} x {spec.k} 4-bit codes take {wanted}; the weight is cut short or has another layer's quant_state"
         )
-    absmax_dtypes = ("U8",) if spec.double_quant else _FLOATS
+    absmax_dtypes = ("U8",) if spec.double_quant else FLOAT_DTYPE_NAMES
     _check_entry(checkpoint, layer, _STATISTICS["absmax"], absmax_dtypes, canonical["absmax"].shape)
-    _check_entry(checkpoint, layer, _STATISTICS["code"], _FLOATS, canonical["code"].shape)
+    _check_entry(checkpoint, layer, _STATISTICS["code"], FLOAT_DTYPE_NAMES, canonical["code"].shape)
     if spec.double_quant:
         for role, suffix in _NESTED.items():
-            _check_entry(checkpoint, layer, suffix, _FLOATS, canonical[role].shape)
+            _check_entry(checkpoint, layer, suffix, FLOAT_DTYPE_NAMES, canonical[role].shape)
 
 
 def _eight_bit_layer(checkpoint: Checkpoint, name: str) -> BnbLayer:
@@ -156,7 +154,7 @@ def _eight_bit_layer(checkpoint: Checkpoint, name: str) -> BnbLayer:
     shape = checkpoint.entry(name + ".weight").shape
     if len(shape) != 2 or 0 in shape:
         raise CheckpointError(f"{checkpoint.locate(name + '.weight')}: shape is {list(shape)}, expected two dimensions")
-    _check_entry(checkpoint, placeholder, _SCALE, _FLOATS, shape[:1])
+    _check_entry(checkpoint, placeholder, _SCALE, FLOAT_DTYPE_NAMES, shape[:1])
     if name + _WEIGHT_FORMAT in checkpoint:
         keys.append(name + _WEIGHT_FORMAT)
         _check_entry(checkpoint, placeholder, _WEIGHT_FORMAT, ("U8",), ())
@@ -244,7 +242,7 @@ def synthesized(name: str, spec: WeightSpec, nested_offset: float | None, dtype:
     state: dict[str, Any] = {
         "quant_type": spec.format,
         "blocksize": spec.blocksize,
-        "dtype": str(dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "shape": [spec.n, spec.k],
     }
     keys = [name + ".weight", f"{name}{_STATE}{spec.format}", *(name + suffix for suffix in _STATISTICS.values())]
@@ -270,7 +268,7 @@ def quantization_config(specs: list[WeightSpec], skipped: list[str], compute_dty
         "quant_method": "bitsandbytes",
         "load_in_4bit": four is not None,
         "load_in_8bit": four is None,
-        "bnb_4bit_compute_dtype": str(compute_dtype).removeprefix("torch."),
+        "bnb_4bit_compute_dtype": dtype_name(compute_dtype),
         "bnb_4bit_quant_storage": "uint8",
         "bnb_4bit_quant_type": four.format if four else "nf4",
         "bnb_4bit_use_double_quant": bool(four and four.double_quant),
@@ -288,8 +286,8 @@ def record(checkpoint: Checkpoint, layer: BnbLayer) -> dict[str, Any]:
         return fields | {"weight_format": 0 if layer.name + _WEIGHT_FORMAT in layer.keys else None}
     return fields | {
         "quant_state": layer.quant_state,
-        "quant_storage": _dtype_word(checkpoint, layer.weight_key),
-        "quant_map_dtype": _dtype_word(checkpoint, layer.name + _STATISTICS["code"]),
+        "quant_storage": dtype_name(checkpoint.entry(layer.weight_key).torch_dtype),
+        "quant_map_dtype": dtype_name(checkpoint.entry(layer.name + _STATISTICS["code"]).torch_dtype),
     }
 
 
@@ -308,10 +306,6 @@ def from_record(name: str, spec: WeightSpec, fields: dict[str, Any]) -> BnbLayer
         raise CheckpointError(f"{where}: quant_state and config.json disagree about double quantization")
     layer = synthesized(name, spec, offset, torch.float32)
     return BnbLayer(name, spec, layer.keys, text, offset)
-
-
-def _dtype_word(checkpoint: Checkpoint, key: str) -> str:
-    return str(checkpoint.entry(key).torch_dtype).removeprefix("torch.")
 
 
 def nested_dtype_is_narrow(layer: BnbLayer) -> bool:

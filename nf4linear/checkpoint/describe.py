@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cards import describe_format
+from ..cards import count_formats
 from ..formats import WeightSpec
 from . import bnb_keys
 from .packed import QUANT_METHOD, PackedFolder
@@ -104,7 +103,7 @@ def _describe_source(folder: Path, result: Description) -> None:
 def _count(
     checkpoint: Checkpoint, specs: dict[str, WeightSpec], codes: set[str], scales: set[str], result: Description
 ) -> None:
-    result.formats = dict(Counter(describe_format(spec) for spec in specs.values()).most_common())
+    result.formats = count_formats(specs)
     result.bytes_codes = sum(checkpoint.entry(key).nbytes for key in codes)
     result.bytes_scales = sum(checkpoint.entry(key).nbytes for key in scales)
     result.bytes_other = checkpoint.total_bytes() - result.bytes_codes - result.bytes_scales

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..formats import FORMAT_VERSION
+from ..version import installed_version
 from .packed import SOURCE_FILE
 from .shards import INDEX_FILE, Checkpoint, CheckpointError
 from .writer import JOB_FILE
@@ -20,7 +21,6 @@ _WEIGHT_SUFFIXES = {
 }  # fmt: skip
 _WRITTEN = {"config.json", "README.md", INDEX_FILE, SOURCE_FILE, JOB_FILE}
 _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md", "*.py", "*.tiktoken"]
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def fetch_source(src: str | Path, revision: str | None = None) -> Path:
@@ -45,15 +45,6 @@ def check_apart(src: Path, dst: Path) -> None:
         raise CheckpointError(f"{dst}: is the source folder, inside it or around it; choose a folder apart from {src}")
 
 
-def parse_size(size: str | int) -> int:
-    """Bytes of 5000000000, "5GB" or "4.5GiB"; raises ValueError for anything else."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]i?B|B)?\s*", str(size), re.IGNORECASE)
-    nbytes = int(float(match[1]) * _UNITS[(match[2] or "").upper()]) if match else 0
-    if nbytes <= 0:
-        raise ValueError(f"a size must look like 5GB, 500MB or 4GiB; got {size!r}")
-    return nbytes
-
-
 def source_fingerprint(source: Checkpoint) -> dict[str, Any]:
     """What must be unchanged for an interrupted run to go on: files, their sizes and times, and this version."""
     files = {}
@@ -61,16 +52,7 @@ def source_fingerprint(source: Checkpoint) -> dict[str, Any]:
         stat = path.stat()
         files[path.name] = [stat.st_size, stat.st_mtime_ns]
     headers = hashlib.sha256(repr([shard.entries for shard in source.shards]).encode()).hexdigest()
-    return {"files": files, "headers": headers, "format_version": FORMAT_VERSION, "version": plugin_version()}
-
-
-def plugin_version() -> str:
-    from importlib import metadata
-
-    try:
-        return metadata.version("nf4linear")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "unknown"
+    return {"files": files, "headers": headers, "format_version": FORMAT_VERSION, "version": installed_version()}
 
 
 def copy_small_files(src: Path, dst: Path, card: tuple[str, str]) -> None:

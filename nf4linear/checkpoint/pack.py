@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from ..cards import render_card
+from ..progress import Progress
+from ..sizes import parse_size
 from .folders import (
     SOURCE_CARD,
     check_apart,
     copy_small_files,
     fetch_source,
-    parse_size,
-    plugin_version,
     source_fingerprint,
 )
 from .packed import METADATA, SOURCE_FILE, SourceRecord, make_config
 from .plan import PackOptions, Plan, make_plan
-from .progress import Progress
 from .shard_plan import copied, plan_shards, write_index, write_shards
 from .shards import Checkpoint, read_json
 from .writer import OutputFolder, write_atomic, write_json
@@ -77,7 +76,7 @@ def pack_checkpoint(
             write_shards(out, shards, source, bar)
             write_index(out, shards)
             copy_small_files(source_folder, folder, card=("README.md", SOURCE_CARD))
-            quantization = make_config(plan.module_specs(), plan.not_converted, plugin_version())
+            quantization = make_config(plan.module_specs(), plan.not_converted)
             write_json(folder / SOURCE_FILE, _source_record(source, config, plan).to_json())
             result = PackResult(destination, len(plan.specs), source.total_bytes(), total, plan.notes)
             _write_card(source_folder, folder, src, config, plan, result)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +13,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..formats import FORMAT_VERSION, TensorSpec, WeightSpec, spec_from_config
+from ..formats import FORMAT_VERSION, PACKED_NAMES, TensorSpec, WeightSpec, spec_from_config
+from ..version import installed_version
 from .shards import DTYPE_NAMES, Checkpoint, CheckpointError, read_json
 
 QUANT_METHOD = "nf4linear"
 SOURCE_FILE = "nf4linear_source.json"
 VERSION_KEY = "nf4linear_format_version"
 METADATA = {"format": "pt", VERSION_KEY: str(FORMAT_VERSION)}
-# Every last component a packed key can have besides `bias`.
-_PACKED_NAMES = frozenset(
-    {"qweight", "absmax_q", "absmax", "scale", "group_scale", "code", "nested_absmax", "nested_code", "nested_offset"}
-)
+# Names that parameters of other modules have too: alone they are no sign of a packed layer.
+_COMMON_NAMES = frozenset({"scale", "code"})
 
 
 @dataclass(frozen=True)
@@ -35,8 +36,13 @@ class ModuleRules:
         """The entry of layer `name`: its exact name, else the longest glob that matches, else "default"."""
         if name in self.modules:
             return self.modules[name]
-        globs = [key for key in self.modules if key != "default" and fnmatch.fnmatchcase(name, key)]
-        return self.modules.get(max(globs, key=len) if globs else "default")
+        glob = next((key for key in self._globs if fnmatch.fnmatchcase(name, key)), "default")
+        return self.modules.get(glob)
+
+    @functools.cached_property
+    def _globs(self) -> tuple[str, ...]:
+        """Keys that can match another name than their own, the longest first: most keys of a large model cannot."""
+        return tuple(sorted((key for key in self.modules if set(key) & set("*?[")), key=len, reverse=True))
 
 
 def parse_config(config: Mapping[str, Any], where: str) -> ModuleRules:
@@ -62,14 +68,15 @@ def parse_config(config: Mapping[str, Any], where: str) -> ModuleRules:
     return ModuleRules(modules, tuple(skipped))
 
 
-def make_config(specs: Mapping[str, WeightSpec], not_converted: Sequence[str], plugin_version: str) -> dict[str, Any]:
+def make_config(specs: Mapping[str, WeightSpec], not_converted: Sequence[str]) -> dict[str, Any]:
     """quantization_config for layers with these specs: the commonest format is the default, the others are named."""
     entries = {name: spec.to_config() for name, spec in specs.items()}
-    default = max(entries.values(), key=lambda entry: sum(entry == other for other in entries.values()), default={})
+    counts = Counter(tuple(entry.items()) for entry in entries.values())
+    default = dict(max(counts, key=counts.__getitem__, default=()))
     return {
         "quant_method": QUANT_METHOD,
         "format_version": FORMAT_VERSION,
-        "plugin_version": plugin_version,
+        "plugin_version": installed_version(),
         "modules": {"default": default} | {name: entry for name, entry in entries.items() if entry != default},
         "modules_to_not_convert": list(not_converted),
     }
@@ -134,7 +141,6 @@ class PackedFolder:
         self._shapes = dict(shapes) if shapes is not None else {n: (r["n"], r["k"]) for n, r in recorded.items()}
         self.checkpoint = Checkpoint(folder)
         self.layers = tuple(key.removesuffix(".qweight") for key in self.checkpoint if key.endswith(".qweight"))
-
         self._layer_set = frozenset(self.layers)
 
     def __enter__(self) -> PackedFolder:
@@ -158,7 +164,7 @@ class PackedFolder:
     def known_spec(self, name: str) -> WeightSpec:
         """The spec of a layer; raises CheckpointError if nothing says what shape it has."""
         spec = self.spec(name)
-        if spec is None or name not in self.layers:
+        if spec is None or name not in self._layer_set:
             raise CheckpointError(f"{self.folder}: layer {name!r} is in only one of the weight files and {SOURCE_FILE}")
         return spec
 
@@ -168,12 +174,12 @@ class PackedFolder:
 
     def is_packed_key(self, key: str) -> bool:
         name, _, part = key.rpartition(".")
-        return part in _PACKED_NAMES and name in self._layer_set
+        return part in PACKED_NAMES and name in self._layer_set
 
     def tensors(self, name: str) -> dict[str, Tensor]:
         """Packed tensors of a layer, to be checked by reorder.unpack."""
         prefix = name + "."
-        keys = (prefix + part for part in _PACKED_NAMES)
+        keys = (prefix + part for part in PACKED_NAMES)
         return {key.removeprefix(prefix): self.checkpoint.tensor(key) for key in keys if key in self.checkpoint}
 
     def check(self) -> None:
@@ -224,14 +230,13 @@ class PackedFolder:
 
     def _surplus(self, expected: set[str]) -> Iterator[str]:
         packed = self._layer_set
-        unknown_shape = {name for name in packed if name not in self._shapes}
         for key in self.checkpoint:
             name, _, part = key.rpartition(".")
             if name in packed and part == "weight":
                 yield f"{self.checkpoint.locate(key)} is a plain weight of layer {name!r}, which is packed"
-            elif name in packed and name not in unknown_shape and part in _PACKED_NAMES and key not in expected:
+            elif name in packed and name in self._shapes and part in PACKED_NAMES and key not in expected:
                 yield f"{self.checkpoint.locate(key)} does not belong to the format of layer {name!r}"
-            elif name not in packed and part in _PACKED_NAMES and part != "scale" and part != "code":
+            elif name not in packed and part in PACKED_NAMES - _COMMON_NAMES:
                 yield f"{self.checkpoint.locate(key)} belongs to layer {name!r}, which has no qweight"
 
 

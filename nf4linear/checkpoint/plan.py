@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from .. import reference, reorder
-from ..formats import EightBitSpec, FourBitSpec, WeightSpec
+from ..formats import EightBitSpec, WeightSpec, config_entry, dtype_name, spec_from_config
 from . import bnb_keys
 from .architecture import Architecture, read_architecture
 from .packed import QUANT_METHOD
 from .shard_plan import Unit, stored
-from .shards import DTYPE_NAMES, Checkpoint, CheckpointError
+from .shards import DTYPE_NAMES, FLOAT_DTYPE_NAMES, Checkpoint, CheckpointError
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,16 @@ class PackOptions:
     lm_head: str | None = None
 
     def __post_init__(self) -> None:
-        if self.format is not None and self.format not in ("nf4", "fp4", "w8_s8"):
-            raise ValueError(f"format must be nf4, fp4 or w8_s8; got {self.format!r}")
         if self.lm_head not in (None, "w8"):
             raise ValueError(f"lm_head must be 'w8' or left out; got {self.lm_head!r}")
         if self.format == "w8_s8" and (self.blocksize is not None or self.double_quant is not None):
             raise ValueError("w8_s8 has one scale a row; blocksize and double_quant belong to the 4-bit formats")
-        self.spec(4096, 4096)  # reports an illegal blocksize before any work
+        self.entry()  # reports an unknown format or an illegal blocksize before any work
 
-    def spec(self, n: int, k: int) -> WeightSpec:
-        if self.format == "w8_s8":
-            return EightBitSpec("w8_s8", n, k)
+    def entry(self) -> dict[str, Any]:
+        """The `modules` entry of the quantized layers."""
         double_quant = True if self.double_quant is None else self.double_quant
-        return FourBitSpec(self.format or "nf4", n, k, self.blocksize or 64, double_quant)
+        return config_entry(self.format or "nf4", 64 if self.blocksize is None else self.blocksize, double_quant)
 
     @property
     def quantizes(self) -> bool:
@@ -159,11 +156,11 @@ def _packed_pairs(name: str, spec: WeightSpec, canonical: dict[str, Tensor]) -> 
 def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
     plan = Plan("plain")
     architecture = read_architecture(source.folder, options.skip)
-    for entry in architecture.unmatched:
+    for unmatched in architecture.unmatched:
         parts = {part for name in architecture.modules for part in name.split(".")}
-        close = difflib.get_close_matches(entry, sorted(parts | architecture.modules), n=3)
-        raise ValueError(f"skip: {entry!r} names no module of the model; close to it: {close or 'nothing'}")
-    absent = []
+        close = difflib.get_close_matches(unmatched, sorted(parts | architecture.modules), n=3)
+        raise ValueError(f"skip: {unmatched!r} names no module of the model; close to it: {close or 'nothing'}")
+    absent, entry = [], options.entry()
     stored_as = _stored_names(source, architecture)
     for module, (n, k) in architecture.shapes.items():
         if module in architecture.skipped or module not in stored_as:
@@ -172,7 +169,8 @@ def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
             continue
         name = stored_as[module]
         plan.modules |= {name: module} if name != module else {}
-        _plan_quantized(source, plan, name, f"{name}.weight", options.spec(n, k), module in architecture.conv1d)
+        spec = spec_from_config(entry, n, k)
+        _plan_quantized(source, plan, name, f"{name}.weight", spec, module in architecture.conv1d)
     if absent:
         plan.notes.append(
             f"{len(absent)} linear layers have no key of their name and stay as they are: {absent[0]}, ..."
@@ -201,12 +199,12 @@ def _plan_quantized(
 ) -> None:
     entry = source.entry(key)
     shape = (spec.k, spec.n) if transposed else (spec.n, spec.k)
-    if entry.dtype not in ("F32", "F16", "BF16") or entry.shape != shape:
+    if entry.dtype not in FLOAT_DTYPE_NAMES or entry.shape != shape:
         raise CheckpointError(
             f"{source.locate(key)} is {entry.dtype} {list(entry.shape)}, expected a float {list(shape)} for the layer "
             f"{name!r} of its config.json"
         )
-    dtype = str(entry.torch_dtype).removeprefix("torch.")
+    dtype = dtype_name(entry.torch_dtype)
     fields = {"n": spec.n, "k": spec.k, "layout": spec.layout, "dtype": dtype}
     if transposed:
         fields["transposed"] = True

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
-from .progress import Progress
+from ..progress import Progress
 from .shards import INDEX_FILE, SINGLE_FILE, TORCH_DTYPES, Checkpoint, Entry
 from .writer import OutputFolder, ShardWriter, layout_entries, write_json
 
@@ -44,10 +45,7 @@ class ShardPlan:
 
 
 def stored(dtype: str, shape: tuple[int, ...]) -> Stored:
-    nbytes = TORCH_DTYPES[dtype].itemsize
-    for size in shape:
-        nbytes *= size
-    return dtype, tuple(shape), nbytes
+    return dtype, tuple(shape), TORCH_DTYPES[dtype].itemsize * math.prod(shape)
 
 
 def copied(checkpoint: Checkpoint, key: str) -> Unit:
@@ -63,10 +61,13 @@ def natural_key(name: str) -> list[tuple[int, str | int]]:
 def plan_shards(units: Iterable[Unit], max_bytes: int, metadata: Mapping[str, str]) -> list[ShardPlan]:
     """Units in natural order of their names, filled into files of at most `max_bytes` unless one unit is larger."""
     groups: list[list[Unit]] = [[]]
+    filled = 0
     for unit in sorted(units, key=lambda u: natural_key(u.name)):
-        if groups[-1] and sum(u.nbytes for u in groups[-1]) + unit.nbytes > max_bytes:
+        if groups[-1] and filled + unit.nbytes > max_bytes:
             groups.append([])
+            filled = 0
         groups[-1].append(unit)
+        filled += unit.nbytes
     count = len(groups)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)] if count > 1 else [SINGLE_FILE]
     return [ShardPlan(name, metadata, _aligned(group), group) for name, group in zip(names, groups, strict=True)]

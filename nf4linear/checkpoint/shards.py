@@ -29,6 +29,7 @@ TORCH_DTYPES = {
     "I8": torch.int8, "U8": torch.uint8,
 }  # fmt: skip
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+FLOAT_DTYPE_NAMES = ("F32", "F16", "BF16")  # of plain weights and of statistics; all widen to float32 exactly
 
 
 class CheckpointError(ValueError):

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from .. import reference, reorder
-from ..formats import EightBitSpec, FourBitSpec, WeightSpec
+from ..formats import FourBitSpec, WeightSpec, bitsandbytes_has, check_tables
+from ..progress import Progress
+from ..sizes import parse_size
 from . import bnb_keys
 from .architecture import read_architecture
-from .folders import SOURCE_CARD, check_apart, copy_small_files, parse_size, source_fingerprint
+from .folders import SOURCE_CARD, check_apart, copy_small_files, source_fingerprint
 from .packed import SOURCE_FILE, PackedFolder, SourceRecord, parse_config
-from .progress import Progress
 from .shard_plan import ShardPlan, Stored, Unit, copied, plan_shards, stored, write_index, write_shards
 from .shards import DTYPE_NAMES, INDEX_FILE, TORCH_DTYPES, CheckpointError, read_json
 from .writer import OutputFolder, layout_entries, write_atomic, write_json
@@ -161,10 +162,9 @@ def _canonical(packed: PackedFolder, name: str, spec: WeightSpec) -> dict[str, T
     where = f"{packed.checkpoint.locate(name + '.qweight')}, layer {name!r}"
     try:
         canonical = reorder.unpack(spec, packed.tensors(name), where)
+        check_tables(spec, canonical, where)
     except ValueError as error:
         raise CheckpointError(str(error)) from error
-    if isinstance(spec, FourBitSpec) and not spec.codebook.matches(canonical["code"]):
-        raise CheckpointError(f"{packed.checkpoint.locate(name + '.code')} is not the {spec.format} table")
     return canonical
 
 
@@ -230,9 +230,7 @@ def _synthesized(packed: PackedFolder, dequantize: str | None, shard_bytes: int)
 
 def _fits_bnb(spec: WeightSpec, four_bit: bool) -> bool:
     """Whether bitsandbytes can hold this weight in a checkpoint of 4-bit (or else 8-bit) layers."""
-    if isinstance(spec, EightBitSpec):
-        return not four_bit and spec.format == "w8_s8" and spec.group_size is None
-    return four_bit
+    return bitsandbytes_has(spec) and isinstance(spec, FourBitSpec) == four_bit
 
 
 def _dtype_field(config: dict[str, Any]) -> str:

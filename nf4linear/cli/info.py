@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from ..sizes import format_size
 from .options import errors_to_exit
-from .output import size
 
 if TYPE_CHECKING:
     from ..checkpoint import Description
@@ -57,14 +57,14 @@ def _rows(d: Description) -> list[tuple[str, str]]:
     if d.bits_per_weight is not None:
         rows.append(("quantized weights", f"{d.quantized_weights:,}, {d.bits_per_weight:.3f} bits each with scales"))
     if d.bytes_codes:
-        rows.append(("codes", size(d.bytes_codes)))
-        rows.append(("scales and tables", size(d.bytes_scales)))
-    rows.append(("not quantized", size(d.bytes_other)))
+        rows.append(("codes", format_size(d.bytes_codes)))
+        rows.append(("scales and tables", format_size(d.bytes_scales)))
+    rows.append(("not quantized", format_size(d.bytes_other)))
     if d.skipped:
         more = f" and {len(d.skipped) - _SHOWN_NAMES} more" if len(d.skipped) > _SHOWN_NAMES else ""
         rows.append(("skipped modules", ", ".join(d.skipped[:_SHOWN_NAMES]) + more))
     if d.restores_source is not None:
         rows.append(("unpack", "byte for byte" if d.restores_source else "equal in value"))
-    rows += [("file", f"{name}, {size(nbytes)}") for name, nbytes in d.files.items()]
+    rows += [("file", f"{name}, {format_size(nbytes)}") for name, nbytes in d.files.items()]
     rows.append(("problems", str(len(d.problems)) if d.problems else "none"))
     return rows

@@ -49,9 +49,9 @@ app = typer.Typer(cls=_LazyGroup, add_completion=False, pretty_exceptions_show_l
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        from importlib import metadata
+        from ..version import installed_version
 
-        typer.echo(f"nf4linear {metadata.version('nf4linear')}")
+        typer.echo(f"nf4linear {installed_version()}")
         raise typer.Exit
 
 

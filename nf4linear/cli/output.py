@@ -1,4 +1,4 @@
-"""What the folder-writing commands share: sizes in words, notes, and how they end when they are stopped."""
+"""What the folder-writing commands share: notes, and how they end when they are stopped."""
 
 from __future__ import annotations
 
@@ -8,14 +8,6 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 from rich.text import Text
-
-
-def size(nbytes: int) -> str:
-    """Bytes in decimal units, as file managers and the model hub count them."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= scale:
-            return f"{nbytes / scale:.2f} {unit}"
-    return f"{nbytes} B"
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:

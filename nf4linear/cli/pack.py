@@ -7,8 +7,9 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from ..sizes import format_size
 from .options import errors_to_exit
-from .output import print_notes, size, stoppable
+from .output import print_notes, stoppable
 
 
 def pack(
@@ -63,4 +64,5 @@ def pack(
             progress=not quiet,
         )
     print_notes(console, result.notes)
-    typer.echo(f"{dst}: {result.layers} layers packed, {size(result.bytes_before)} -> {size(result.bytes_after)}")
+    before, after = format_size(result.bytes_before), format_size(result.bytes_after)
+    typer.echo(f"{dst}: {result.layers} layers packed, {before} -> {after}")

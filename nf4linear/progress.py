@@ -21,7 +21,7 @@ class Progress:
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                progress.DownloadColumn(binary_units=True),
+                progress.DownloadColumn(),
                 progress.TransferSpeedColumn(),
                 progress.TimeRemainingColumn(),
                 console=Console(stderr=True),
