@@ -23,4 +23,16 @@ __host__ __device__ __forceinline__ T round_to(float value) {
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 
+// Two values of T, `low` in the low half.
+template <class T>
+__device__ __forceinline__ uint32_t round_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
 }  // namespace nf4l

@@ -20,6 +20,19 @@ __device__ __forceinline__ uint32_t ld_shared_table(uint32_t address) {
   return v;
 }
 
+// Loads that stay where they stand, in order.
+__device__ __forceinline__ uint32_t ld_shared_u8(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u8 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
@@ -64,6 +77,16 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 __device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+// A flag in global memory between blocks: what its writer did before is seen by whoever reads the new value.
+__device__ __forceinline__ void st_release_gpu(unsigned* p, unsigned v) {
+  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+__device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* p) {
+  unsigned v;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");
+  return v;
+}
 
 // ---- programmatic dependent launch (sm_90 and later; elsewhere launches are never dependent) ---------------------------
 

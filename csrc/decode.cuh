@@ -68,7 +68,16 @@ struct PairTable {
 
   // The pair of byte `i` of `word`.
   __device__ __forceinline__ static uint32_t decode(uint32_t base, uint32_t word, uint32_t lane_address, int i) {
-    return ld_shared_table(base + __byte_perm(word, lane_address, 0x7504 | i << 4));
+    return ld_shared_table(address(base, word, lane_address, i));
+  }
+
+  // The same, in order with the volatile instructions around it: for registers that a wgmma reads after a fence.
+  __device__ __forceinline__ static uint32_t decode_in_order(uint32_t base, uint32_t word, uint32_t lane_address, int i) {
+    return ld_shared_u32(address(base, word, lane_address, i));
+  }
+
+  __device__ __forceinline__ static uint32_t address(uint32_t base, uint32_t word, uint32_t lane_address, int i) {
+    return base + __byte_perm(word, lane_address, 0x7504 | i << 4);
   }
 };
 

@@ -9,6 +9,7 @@
 
 #include "nf4linear.h"
 #include "small_batch_plan.h"
+#include "small_wgmma_plan.h"
 #include "validate.h"
 
 namespace nf4l {
@@ -17,9 +18,10 @@ struct DeviceInfo {
   int arch;          // 80, 86, 89, 90, ...
   int sms;
   int shared_bytes;  // most that one block may use
+  bool wgmma;        // the library holds code for this very GPU that may use it
 };
 
-enum class Engine { nothing, gemm, small_batch };  // nothing: no tokens; gemm: dequantize, then the framework's
+enum class Engine { nothing, gemm, small_batch, small_wgmma };  // nothing: no tokens; gemm: dequantize, then the framework's
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -52,9 +54,33 @@ constexpr LaunchRow LAUNCH_TABLE[] = {
     {80, 119, 17, 32, ANY, small_batch_shape(1, 32), 0, 32},          // 28672x4096 42.2, 8192x8192 27.2
 };
 
+// Off until the engine has passed its tests on a GPU; the tuning flags reach it anyway.
+constexpr bool SMALL_WGMMA_ENABLED = false;
+
+// Rows for GPUs with wgmma, which come before the others.
+struct WgmmaRow {
+  int64_t m_first, m_last;
+  int64_t k_first;
+  int64_t weights_first, weights_last;  // n * k
+  int shape;                            // in SMALL_WGMMA_SHAPES
+};
+
+// Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
+constexpr WgmmaRow WGMMA_TABLE[] = {
+    // m    k       n * k                    shape
+    {9, 16, 20'480, 100'000'000, ANY, small_wgmma_shape(16, 1, 2)},     // 8192x28672 50.1 (small_batch: 55.5), 57344x8192 93.5 (90.7)
+    {17, 32, 0, 20'000'000, 150'000'000, small_wgmma_shape(32, 2, 2)},  // 6144x4096 13.3 (small_batch: 13.8), 8192x8192 22.6 (26.6)
+    {17, 32, 0, 150'000'000, ANY, small_wgmma_shape(32, 4, 1)},         // 57344x8192 112.4 (two row groups: 114)
+    {33, 64, 0, 0, 40'000'000, small_wgmma_shape(64, 2, 2)},            // 4096x4096 13.2 (one accumulator: 13.6), 6144x4096 16.2 (16.5)
+    {33, 64, 0, 40'000'000, ANY, small_wgmma_shape(64, 2, 1)},          // 28672x4096 43.0 (two: 44.3), 57344x8192 143.2 (149.7)
+};
+// A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
+constexpr int LEAST_UNITS = 2;
+
 struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
+  SmallWgmmaPlan small_wgmma = {};
 };
 
 // Slices of the inputs that a row asks for.
@@ -66,6 +92,62 @@ inline int wanted_slices(const LaunchRow& row, int sms, int64_t n, int64_t k_til
   return int(slices < idle && slices < most ? (idle < most ? idle : most) : slices);
 }
 
+inline FourBitProblem four_bit_problem(const nf4l_weight& w) {
+  int log2_group = 0;
+  while (TILE_K4 << log2_group < w.blocksize * NESTED_BLOCKSIZE) ++log2_group;
+  return {w.n, w.k, w.kb_full, log2_group, w.nested_code != nullptr};
+}
+
+// The plans below are made for one call: each is true if it fits, and then the launch is complete.
+struct Picker {
+  const DeviceInfo& device;
+  const nf4l_weight& w;
+  const nf4l_linear_args& a;
+  Launch& launch;
+  const FourBitProblem problem = four_bit_problem(w);
+
+  bool small_batch(int shape, int slices) {
+    if (!plan_small_batch(problem, shape, slices, device.sms, device.shared_bytes, launch.small_batch)) return false;
+    launch.engine = Engine::small_batch;
+    return true;
+  }
+
+  bool small_wgmma(int shape, int least_units) {
+    if (!device.wgmma || !aligned(w.scales, 16)) return false;  // scales are copied 16 bytes at a time
+    if (!plan_small_wgmma(problem, shape, least_units, device.sms, device.shared_bytes, launch.small_wgmma)) return false;
+    launch.engine = Engine::small_wgmma;
+    return true;
+  }
+
+  // What the tuning flags ask for: a shape of the one engine, or behind those one of the other.
+  bool tuned(int shape, int cut) {
+    if (shape < SMALL_BATCH_SHAPE_COUNT) {
+      return a.m <= SMALL_BATCH_SHAPES[shape].tokens && small_batch(shape, cut > 0 ? cut : 1);
+    }
+    shape -= SMALL_BATCH_SHAPE_COUNT;
+    return shape < SMALL_WGMMA_SHAPE_COUNT && a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+  }
+
+  bool from_wgmma_table() {
+    const int64_t weights = w.n * w.k;
+    for (const WgmmaRow& row : WGMMA_TABLE) {
+      if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first) continue;
+      if (weights < row.weights_first || weights > row.weights_last) continue;
+      return small_wgmma(row.shape, LEAST_UNITS);
+    }
+    return false;
+  }
+
+  bool from_launch_table() {
+    for (const LaunchRow& row : LAUNCH_TABLE) {
+      if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
+      if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
+      return small_batch(row.shape, wanted_slices(row, device.sms, w.n, w.k / TILE_K4));
+    }
+    return false;
+  }
+};
+
 // The engine for a call; arguments are checked already (validate.h).
 inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_linear_args& a) {
   Launch launch;
@@ -76,27 +158,12 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   const bool four_bit = w.format == NF4L_NF4 || w.format == NF4L_FP4;
   if (!four_bit || w.layout != NF4L_TILE16X64 || a.dtype == NF4L_F32) return launch;
   if (!aligned(a.x, 16) || (a.m > 1 && a.x_stride % 8)) return launch;  // activations are copied 16 bytes at a time
-  const int64_t k_tiles = w.k / TILE_K4;
-  int log2_group = 0;
-  while (TILE_K4 << log2_group < w.blocksize * NESTED_BLOCKSIZE) ++log2_group;
-  const FourBitProblem problem = {w.n, w.k, w.kb_full, log2_group, w.nested_code != nullptr};
-  const auto plan = [&](int shape, int slices) {
-    return plan_small_batch(problem, shape, slices, device.sms, device.shared_bytes, launch.small_batch);
-  };
-  bool fits = false;
+  Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
-    const int slices = a.flags >> NF4L_TUNE_SLICES_SHIFT & 255;
-    fits = shape <= SMALL_BATCH_SHAPE_COUNT && a.m <= SMALL_BATCH_SHAPES[shape - 1].tokens &&
-           plan(shape - 1, slices > 0 ? slices : 1);
-  } else {
-    for (const LaunchRow& row : LAUNCH_TABLE) {
-      if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
-      if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
-      fits = plan(row.shape, wanted_slices(row, device.sms, w.n, k_tiles));
-      break;
-    }
+    picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
+  } else if (!SMALL_WGMMA_ENABLED || !picker.from_wgmma_table()) {
+    picker.from_launch_table();
   }
-  if (fits) launch.engine = Engine::small_batch;
   return launch;
 }
 

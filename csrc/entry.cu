@@ -1,11 +1,14 @@
 // The exported functions of libnf4linear_cuda: validate, ask the dispatch table, launch.
 #include <cuda_runtime.h>
 
+#include <cstring>
+
 #include "dequant.cuh"
 #include "device.cuh"
 #include "dispatch.h"
 #include "nf4linear.h"
 #include "small_batch_launch.h"
+#include "small_wgmma_launch.h"
 #include "validate.h"
 
 // Compiled in inst_dequant_*.cu, one translation unit each.
@@ -26,8 +29,22 @@ struct LinearCall {
 int plan_linear(const nf4l_weight* weight, const nf4l_linear_args* args, LinearCall& call) {
   if (const int status = check_linear(weight, args)) return status;
   if (const int status = current_device(call.device, call.info)) return status;
+  call.info.wgmma = call.info.arch == 90 && std::strstr(NF4L_ARCHITECTURES, "90a") != nullptr;
   call.launch = pick(call.info, *weight, *args);
   return NF4L_OK;
+}
+
+// T is the 16-bit type of x; engines for others do not exist, and are not picked.
+template <class T>
+int run_linear(const nf4l_weight& weight, const nf4l_linear_args& args, const LinearCall& call, void* stream) {
+  const auto s = static_cast<cudaStream_t>(stream);
+  switch (call.launch.engine) {
+    case Engine::nothing: return NF4L_OK;
+    case Engine::gemm: return NF4L_USE_GEMM;
+    case Engine::small_batch: return run_small_batch<T>(call.launch.small_batch, weight, args, call.device, call.info, s);
+    case Engine::small_wgmma: return run_small_wgmma<T>(call.launch.small_wgmma, weight, args, call.device, call.info, s);
+  }
+  return NF4L_USE_GEMM;
 }
 
 }  // namespace
@@ -55,20 +72,18 @@ int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_a
   nf4l::LinearCall call;
   const int status = nf4l::plan_linear(weight, args, call);
   if (status < 0) return status;
-  return call.launch.engine == nf4l::Engine::small_batch ? call.launch.small_batch.workspace_bytes : 0;
+  switch (call.launch.engine) {
+    case nf4l::Engine::small_batch: return call.launch.small_batch.workspace_bytes;
+    case nf4l::Engine::small_wgmma: return call.launch.small_wgmma.workspace_bytes;
+    default: return 0;
+  }
 }
 
 int nf4l_cuda_linear(const nf4l_weight* weight, const nf4l_linear_args* args, void* stream) {
   nf4l::LinearCall call;
   if (const int status = nf4l::plan_linear(weight, args, call)) return status;
-  const auto run = args->dtype == NF4L_F16 ? nf4l::run_small_batch<__half> : nf4l::run_small_batch<__nv_bfloat16>;
-  switch (call.launch.engine) {
-    case nf4l::Engine::nothing: return NF4L_OK;
-    case nf4l::Engine::gemm: return NF4L_USE_GEMM;
-    case nf4l::Engine::small_batch:
-      return run(call.launch.small_batch, *weight, *args, call.device, call.info, static_cast<cudaStream_t>(stream));
-  }
-  return NF4L_USE_GEMM;
+  return args->dtype == NF4L_F16 ? nf4l::run_linear<__half>(*weight, *args, call, stream)
+                                 : nf4l::run_linear<__nv_bfloat16>(*weight, *args, call, stream);
 }
 
 }  // extern "C"

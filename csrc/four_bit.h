@@ -8,6 +8,9 @@
 
 namespace nf4l {
 
+// Tiles of 64 inputs that engines load at once, and their unit of work: as many as share 64 bytes of scale codes.
+constexpr int BURST = 4;
+
 struct FourBitProblem {
   int64_t n, k;
   int64_t blocks_per_row;  // 64-input blocks of the unsharded weight, for the span of second-level scales

@@ -17,6 +17,13 @@ __device__ __forceinline__ void ldmatrix_x4(uint32_t (&b)[4], uint32_t address) 
                : "r"(address));
 }
 
+// Transposes an 8x8 matrix of 16-bit values; lane l holds the pair of row l / 4, columns 2 (l % 4) and + 1.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t pair) {
+  uint32_t v;
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(v) : "r"(pair));
+  return v;
+}
+
 // d[16x8] += a[16x16] * b[16x8]; a and b hold pairs of T, d is float32.
 template <class T>
 __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {

@@ -34,8 +34,6 @@ constexpr int small_batch_shape(int row_tiles, int tokens) {
   return i;
 }
 
-// Tiles of 64 inputs that a warp loads at once, and the unit of work that is dealt to warps.
-constexpr int BURST = 4;
 // Arrival counters of one launch: one for each block column.
 constexpr int MAX_PARTS = 256;
 

@@ -18,10 +18,11 @@ PYTHON_CHAIN = (
     "checkpoint", "model_rules", "hf", "bookkeeping", "patch", "cli",
 )  # fmt: skip
 C_CHAIN = (
-    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "four_bit.h", "small_batch_plan.h", "dispatch.h",
-    "launch.cuh", "convert.cuh", "copy.cuh", "scale.cuh", "decode.cuh", "dequant.cuh", "four_bit.cuh",
-    "small_batch_load.cuh", "small_batch.cuh", "small_batch_launch.h", "small_batch_launch.cuh", "device.cuh",
-    "entry.cu",
+    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "four_bit.h", "small_batch_plan.h", "small_wgmma_plan.h",
+    "dispatch.h", "launch.cuh", "convert.cuh", "copy.cuh", "tma.cuh", "scale.cuh", "decode.cuh", "dequant.cuh",
+    "four_bit.cuh", "small_batch_load.cuh", "small_batch.cuh", "small_batch_launch.h", "small_batch_launch.cuh",
+    "small_wgmma_load.cuh", "small_wgmma_finish.cuh", "small_wgmma.cuh", "small_wgmma_launch.h",
+    "small_wgmma_launch.cuh", "device.cuh", "entry.cu",
 )  # fmt: skip
 
 

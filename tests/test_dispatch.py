@@ -117,9 +117,9 @@ def check_plan(answer: str, device: tuple[int, int, int], n: int, k: int, m: int
 def test_plans_hold(program, device, n, tiles, m, nested, tuned):
     flags = tuned[0] << 8 | tuned[1] << 16
     (answer,) = answers(program, [question(device, n, tiles * 64, m, nested=nested, flags=flags)])
-    if answer != "gemm":
+    if answer.startswith("small_batch"):
         check_plan(answer, device, n, tiles * 64, m)
-    elif tuned[0] == 0 and device[2] > 200_000:
+    elif answer == "gemm" and tuned[0] == 0 and device[2] > 200_000:
         pytest.fail("a GPU with Hopper's shared memory takes every shape up to 32 tokens")
 
 

@@ -1,0 +1,258 @@
+// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias for 9..64 tokens, where mma.sync has too little to do for each
+// weight that is decoded.
+//
+// The weight is the 64-row operand of wgmma m64nNk16, in registers, and the tokens are its N columns. So each weight is
+// decoded once, by table look-up (decode.cuh), and x is read from shared memory by the tensor cores themselves.
+//
+// A block is one warpgroup that copies and two or four that multiply. Units are (row block, burst of four tiles of 64
+// inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so that all
+// end together whatever the shape. A unit travels through a ring in shared memory:
+//
+//     producer     wait empty | x: TMA, 4 boxes [tokens][64] | codes, scales: a bulk copy a row tile | -> full
+//                                                                                                        |
+//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                    <----'
+//
+//     a tile       fence | 4 wgmma, one a k16 step | commit | decode the next tile | wait | sum += scale * product
+//
+// The look-ups of the next tile run while the tensor cores work on this one: registers `a` hold two tiles. With two
+// accumulators the wait is for the tile before, and its scaling overlaps too. ptxas gives up asynchrony altogether (C7514)
+// when an accumulator is in use across the loop's back edge, so the last tile of a unit is always waited for.
+//
+// Scaling after the product costs less than scaling weights, and only the centroids are rounded to 16 bits, never the
+// scales. Four k groups (16 tokens) divide the bursts of the same rows among them, each with a ring of its own.
+//
+// Shared memory (offsets in small_wgmma_plan.h):
+//   | pair table 64 KB | rings: x, codes | scale codes | sums of k groups | nested_code | scales | barriers | nested_absmax |
+//
+// Only the copies of x, and what follows from them, wait for the kernel before: tables and the first weights do not.
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "convert.cuh"
+#include "copy.cuh"
+#include "decode.cuh"
+#include "four_bit.cuh"
+#include "scale.cuh"
+#include "small_wgmma_finish.cuh"
+#include "small_wgmma_load.cuh"
+#include "small_wgmma_plan.h"
+#include "tma.cuh"
+#include "wgmma_sm90.cuh"
+
+namespace nf4l {
+
+// Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
+struct RegisterShare {
+  int producer, consumer;
+
+  NF4L_HD constexpr explicit RegisterShare(int consumers)
+      : producer(consumers == 2 ? 40 : 24),
+        consumer(((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1)) - producer) / consumers / 8 * 8) {}
+};
+
+// Block scales of the burst in hand, float32, in a buffer of the warp's own: [BURST][16], element 2 g + h of a tile is
+// row g + 8 h.
+struct WarpScales {
+  uint32_t buffer;
+  const float *nested_code, *nested_absmax;  // shared memory; NULL with plain absmax
+  float nested_offset;
+  int group_shift, row_blocks;  // 64-input blocks of eight rows
+  int block;  // of (row g of the row tile, tile 0), counted from the first second-level group at hand
+
+  // `codes` of this row tile, whose burst begins with `tile`. Lane (g, t) decodes those of rows g and g + 8 for tile t.
+  __device__ __forceinline__ void decode(uint32_t codes, int tile, int last_tile, int lane) const {
+    const int g = lane / 4, t = lane % 4;
+    float2 scale;
+    if (nested_code) {
+      const uint32_t low = ld_shared_u8(codes + 8 * g + t), high = ld_shared_u8(codes + 8 * g + 4 + t);
+      // A tile beyond the last takes its place in the table of groups: its products are zero.
+      const int at = block + min(tile + t, last_tile);
+      scale.x = nested_scale(nested_code[low], nested_absmax[at >> group_shift], nested_offset);
+      scale.y = nested_scale(nested_code[high], nested_absmax[(at + row_blocks) >> group_shift], nested_offset);
+    } else {
+      scale = ld_shared_f32x2(codes + (t * TILE_ROWS + 2 * g) * 4);
+      if (tile + t > last_tile) scale = {0.0f, 0.0f};  // it was never copied, and zero times NaN is NaN
+    }
+    __syncwarp();  // those of the burst before have been read
+    st_shared_f32x2(buffer + (t * TILE_ROWS + 2 * g) * 4, scale);
+    __syncwarp();
+  }
+
+  // Of rows g and g + 8.
+  __device__ __forceinline__ float2 read(int j, int lane) const {
+    return ld_shared_f32x2(buffer + (j * TILE_ROWS + lane / 4 * 2) * 4);
+  }
+};
+
+// The units of one warp of a consumer, one after the other.
+template <class T, int SHAPE>
+struct Consumer {
+  static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
+  static constexpr int RESULTS = S.lane_results();
+  const SmallWgmmaArgs& args;
+  const Ring<SHAPE>& ring;
+  WarpScales scales;
+  const int row_tile, lane;  // row_tile: of the warp, in a row block
+  const uint32_t table, lane_address;
+  Unit unit;
+  RingPosition<S.stages> at{0};
+  uint32_t a[2 * BURST][4];  // fragments of this tile and the next, by turns
+  float product[S.accumulators][RESULTS];
+  float sum[RESULTS];
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) sum[i] = 0.0f;
+  }
+
+  __device__ __forceinline__ uint4 load_codes(int stage, int tile) const {
+    return ld_shared_u32x4(ring.codes(stage, row_tile) + tile * TILE_BYTES + lane * LANE_BYTES);
+  }
+
+  // A tile of the burst into its half of `a`.
+  __device__ __forceinline__ void decode(const uint4& codes, int tile) {
+    const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      a[tile % 2 * 4 + i / 4][i % 4] = PairTable::decode_in_order(table, word[i / 4], lane_address, i % 4);
+    }
+  }
+
+  // Before the first unit.
+  __device__ __forceinline__ void start() {
+    mbarrier_wait(ring.full(0), 0);
+    decode(load_codes(0, 0), 0);
+  }
+
+  // sum += scale * product of tile j.
+  __device__ __forceinline__ void fold(int j) {
+    const float2 scale = scales.read(j, lane);
+    const float(&d)[RESULTS] = product[j % S.accumulators];
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) sum[i] = fmaf(d[i], i & 2 ? scale.y : scale.x, sum[i]);
+  }
+
+  // One unit, of which tile 0 is decoded; decodes tile 0 of the next one if there are `more`.
+  __device__ __forceinline__ void multiply(bool more) {
+    const int stage = at.stage;
+    const uint64_t x = wgmma_descriptor(ring.x(stage));
+    scales.decode(ring.scales(stage, row_tile), unit.burst * BURST, args.k_tiles - 1, lane);
+    at.step();
+#pragma unroll
+    for (int j = 0; j < BURST; ++j) {
+      if (j == BURST - 1 && more) mbarrier_wait(ring.full(at.stage), at.phase);
+      const uint4 next = j < BURST - 1 ? load_codes(stage, j + 1) : load_codes(at.stage, 0);
+      wgmma_fence();
+#pragma unroll
+      for (int s = 0; s < 4; ++s) {
+        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2 * 4 + s], x + j * (S.tokens * 128 / 16) + 2 * s, s != 0);
+      }
+      wgmma_commit_group();
+      if (S.accumulators == 2) wgmma_wait_group<1>();  // the registers of the next tile are free
+      decode(next, j + 1);
+      if (S.accumulators == 2) {
+        if (j > 0) fold(j - 1);
+        if (j < BURST - 1) continue;
+      }
+      wgmma_wait_group<0>();
+      fold(j);
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(ring.empty(stage));
+    const int row_block = unit.row_block;
+    unit.step(args, S.k_groups);
+    scales.block += (unit.row_block - row_block) * S.block_rows() * args.blocks_per_row;
+  }
+};
+
+// Fills what the whole block reads and nobody before it wrote, then feeds the rings.
+template <int SHAPE>
+__device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const CUtensorMap& x, const Stretch& stretch,
+                                        const SmallWgmmaShared& map, const NestedGroups& second, char* smem, int warp,
+                                        int lane) {
+  constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
+  const bool nested = args.nested_code != nullptr, feeds = warp < S.k_groups;
+  const Ring<SHAPE> ring(smem_address(smem), map, nested, feeds ? warp : 0);
+  const Producer<SHAPE> producer = {args, stretch, ring, warp, lane};
+  if (feeds) {
+    producer.init_barriers();
+    producer.fill();
+  }
+  if (nested) {
+    const int thread = warp * WARP + lane;
+    for (int i = thread; i < 256; i += WARPGROUP) {
+      cp_async_4(smem_address(smem + map.nested_code) + 4 * i, args.nested_code + i, true);
+    }
+    second.load_async(args, smem_address(smem + map.nested_absmax), thread, WARPGROUP);
+    cp_async_wait_all();
+  }
+  __syncthreads();
+  if (!feeds) return;
+  grid_wait();
+  producer.run(x);
+}
+
+// Multiplies and finishes, row block by row block.
+template <class T, int SHAPE>
+__device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretch& stretch, const SmallWgmmaShared& map,
+                                        const NestedGroups& second, char* smem, int warp, int lane) {
+  constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
+  const bool nested = args.nested_code != nullptr;
+  const float nested_offset = nested ? __ldg(args.nested_offset) : 0.0f;
+  PairTable::fill<S.consumers() * 4>(smem, args.codebook, warp, lane);
+  __syncthreads();
+  grid_wait();  // slots, flags and y may be in use until then
+
+  const int k_group = warp / (S.row_groups * 4), row_tile = warp % (S.row_groups * 4);
+  const Ring<SHAPE> ring(smem_address(smem), map, nested, k_group);
+  const Unit first(args, stretch.begin + k_group);
+  const int row = (first.row_block - stretch.first_row_block) * S.block_rows() + row_tile * TILE_ROWS + lane / 4;
+  const WarpScales scales = {
+      smem_address(smem + map.scales) + warp * (BURST * TILE_ROWS * 4),
+      nested ? reinterpret_cast<const float*>(smem + map.nested_code) : nullptr,
+      reinterpret_cast<const float*>(smem + map.nested_absmax),
+      nested_offset,
+      args.log2_group,
+      8 * args.blocks_per_row,
+      second.offset + row * args.blocks_per_row};
+  Consumer<T, SHAPE> consumer = {args, ring, scales, row_tile, lane, smem_address(smem), PairTable::lane_address(lane), first};
+  const Finish<T, SHAPE> finish(args, reinterpret_cast<float*>(smem + map.sums), k_group);
+
+  int u = stretch.begin + k_group;
+  if (u < stretch.end) consumer.start();
+  consumer.clear();
+  for (int begin = stretch.begin; begin < stretch.end;) {
+    const int row_block = begin / args.bursts, end = min(stretch.end, (row_block + 1) * args.bursts);
+    for (; u < end; u += S.k_groups) consumer.multiply(u + S.k_groups < stretch.end);
+    finish(consumer.sum, row_block, begin, end);
+    consumer.clear();
+    begin = end;
+  }
+}
+
+template <class T, int SHAPE>
+__global__ void __launch_bounds__(SMALL_WGMMA_SHAPES[SHAPE].threads(), 1)
+    small_wgmma_kernel(const __grid_constant__ SmallWgmmaArgs args, const __grid_constant__ CUtensorMap x) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
+  constexpr RegisterShare REGISTERS(S.consumers());
+  grid_launch_dependents();
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  const Stretch stretch(args);
+  const NestedGroups second(args, stretch.first_row_block * S.block_rows(), stretch.row_blocks * S.block_rows());
+  const bool nested = args.nested_code != nullptr;
+  const SmallWgmmaShared map(S, nested, nested ? second.count : 0);
+  if (warp >= S.consumers() * 4) {
+    setmaxnreg_dec<REGISTERS.producer>();
+    produce<SHAPE>(args, x, stretch, map, second, smem, warp - S.consumers() * 4, lane);
+  } else {
+    setmaxnreg_inc<REGISTERS.consumer>();
+    consume<T, SHAPE>(args, stretch, map, second, smem, warp, lane);
+  }
+#endif
+}
+
+}  // namespace nf4l

@@ -1,0 +1,75 @@
+// Warpgroup instructions of sm_90a, each wrapped once and named after it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include <type_traits>
+
+namespace nf4l {
+
+// Orders what was done to registers before the wgmma that read or write them.
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Returns when no more than `PENDING` groups are under way.
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Moves registers between the warpgroups of a block: all its threads start with the same number.
+template <int REGISTERS>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+template <int REGISTERS>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
+}
+
+// Where wgmma finds its second operand: [n][64] 16-bit values in 128-byte rows, 128-byte swizzle, at a multiple of 1024.
+// A k16 step further is 32 bytes further, inside the swizzle; bytes count in sixteens, so `descriptor + 2`.
+__device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
+  constexpr uint32_t SWIZZLE_128 = 1u << 30, EIGHT_ROWS = 1024 / 16;  // high word: kind, bytes from 8 rows to the next
+  constexpr uint32_t UNUSED_STRIDE = 1;                               // low word, upper half: none in this kind
+  return uint64_t(SWIZZLE_128 | EIGHT_ROWS) << 32 | UNUSED_STRIDE << 16 | (smem & 0x3ffff) >> 4;
+}
+
+// d[64 x n] = a[64 x 16] * b[16 x n] (+ d if `add`); a and b hold T, d is float32. Lane l of the warpgroup's warp w has of a
+// the fragment of mma m16n8k16 for rows 16 w .. 16 w + 15, and of d, for each 8 columns, that of mma's.
+#define NF4L_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
+#define NF4L_D16 NF4L_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
+#define NF4L_D32 NF4L_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NF4L_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
+#define NF4L_R8(i) NF4L_R4(i), NF4L_R4(i + 4)
+#define NF4L_R16(i) NF4L_R8(i), NF4L_R8(i + 8)
+#define NF4L_R32(i) NF4L_R16(i), NF4L_R16(i + 16)
+#define NF4L_WGMMA(N, TYPE, D, A, B, ADD, ...)                                                                          \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                            \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " B ", p, 1, 1, 0;}"   \
+               : __VA_ARGS__                                                                                            \
+               : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
+#define NF4L_WGMMA_FUNCTION(N, COUNT, D, A, B, ADD, ...)                                                                \
+  template <class T>                                                                                                    \
+  __device__ __forceinline__ void wgmma_m64k16(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, bool add) {       \
+    if constexpr (std::is_same_v<T, __half>) NF4L_WGMMA(N, "f16", D, A, B, ADD, __VA_ARGS__);                           \
+    else NF4L_WGMMA(N, "bf16", D, A, B, ADD, __VA_ARGS__);                                                              \
+  }
+
+NF4L_WGMMA_FUNCTION("16", 8, NF4L_D8, "%8, %9, %10, %11", "%12", "%13", NF4L_R8(0))
+NF4L_WGMMA_FUNCTION("32", 16, NF4L_D16, "%16, %17, %18, %19", "%20", "%21", NF4L_R16(0))
+NF4L_WGMMA_FUNCTION("64", 32, NF4L_D32, "%32, %33, %34, %35", "%36", "%37", NF4L_R32(0))
+
+#undef NF4L_WGMMA_FUNCTION
+#undef NF4L_WGMMA
+#undef NF4L_R32
+#undef NF4L_R16
+#undef NF4L_R8
+#undef NF4L_R4
+#undef NF4L_D32
+#undef NF4L_D16
+#undef NF4L_D8
+
+}  // namespace nf4l

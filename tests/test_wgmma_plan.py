@@ -1,0 +1,154 @@
+"""How the wgmma engine deals its work, walked on the host: every unit once, every partial sum added once, no wait in a
+circle, memory that suffices."""
+
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+HOST = Path(__file__).parent / "host"
+CSRC = Path(__file__).parents[1] / "csrc"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+SMS, SHARED = 132, 232448  # of an H200
+SHAPE_COUNT = 5
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    program = tmp_path_factory.mktemp("wgmma") / "wgmma_plan"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    subprocess.run([COMPILER, *flags, str(HOST / "wgmma_plan.cpp"), "-o", str(program)], check=True)
+    return program
+
+
+def ask(program: Path, questions: list[str]) -> list[str]:
+    text = "\n".join(questions) + "\n"
+    return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def question(shape, n, k, *, kb_full=None, log2_group=8, nested=1, least=1, sms=SMS, shared=SHARED) -> str:
+    return " ".join(map(str, (shape, n, k, kb_full or k // 64, log2_group, nested, least, sms, shared)))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def check_walk(answer: str, n: int, k: int, sms: int, least: int) -> None:
+    plan, *blocks = answer.split(";")
+    tokens, row_groups, k_groups, bursts, count, shared, workspace = numbers(plan)
+    row_blocks = -(-n // (64 * row_groups))
+    assert bursts == -(-k // 256)
+    assert len(blocks) == count <= min(sms, 256) and shared <= SHARED
+    expected = 0
+    done: dict[int, list[tuple[int, int]]] = {}
+    left, added = set(), {}
+    for block, text in enumerate(blocks):
+        stretch, *segments = text.split(",")
+        begin, end = numbers(stretch)
+        assert begin == expected and end - begin >= min(max(least, k_groups), row_blocks * bursts)
+        expected = end
+        for index, segment in enumerate(segments):
+            row_block, first, last, stop = numbers(segment)
+            done.setdefault(row_block, []).append((first, last))
+            if stop < 0:
+                assert index == 0, "sums are left before anything is waited for"
+                left.add(block)
+            else:
+                assert stop > block and (stop == block + 1 or index == len(segments) - 1)
+                for other in range(block + 1, stop):
+                    assert added.setdefault(other, row_block) == row_block and other not in left
+                    # The slot holds the sum of this row block.
+                    theirs = numbers(blocks[other].split(",")[1])
+                    assert theirs[0] == row_block and theirs[3] == -1
+    assert expected == row_blocks * bursts
+    assert left == added.keys(), "every slot is read once"
+    for row_block in range(row_blocks):
+        spans = done[row_block]
+        assert spans[0][0] == row_block * bursts and spans[-1][1] == (row_block + 1) * bursts
+        assert all(a[1] == b[0] for a, b in pairwise(spans))
+    assert (workspace > 0) == bool(left)
+    assert not left or workspace == count * tokens * 64 * row_groups * 4 + 1024
+
+
+@QUICK
+@given(
+    shape=st.integers(0, SHAPE_COUNT - 1),
+    n=st.integers(1, 40_000),
+    tiles=st.integers(1, 600),
+    sms=st.sampled_from([1, 16, 78, 114, 132, 300]),
+    least=st.integers(0, 40),
+    nested=st.integers(0, 1),
+)
+def test_every_unit_and_every_slot_once(program, shape, n, tiles, sms, least, nested):
+    (answer,) = ask(program, [question(shape, n, tiles * 64, nested=nested, least=least, sms=sms)])
+    if answer == "none":
+        assert tiles <= 3 * 4 or nested, "a stretch of four bursts fits four warpgroups"
+    else:
+        check_walk(answer, n, tiles * 64, sms, least)
+
+
+@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+def test_real_models_fit(program, shape):
+    shapes = (
+        (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672),
+        (128256, 4096), (256000, 8192), (1024, 4096), (576, 1536),
+    )  # fmt: skip
+    asked = [question(shape, n, k, nested=nested) for n, k in shapes for nested in (0, 1)]
+    for answer, (n, k) in zip(ask(program, asked), [s for s in shapes for _ in (0, 1)], strict=True):
+        assert answer != "none", (n, k)
+        check_walk(answer, n, k, SMS, 1)
+
+
+@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+def test_more_weights_than_two_to_the_33(program, shape):
+    """With plain absmax; the second-level scales of so many rows do not fit beside the rings."""
+    (answer,) = ask(program, [question(shape, 131088, 65536, nested=0)])
+    check_walk(answer, 131088, 65536, SMS, 1)
+
+
+def test_what_does_not_fit_is_refused(program):
+    asked = [
+        question(4, 1 << 30, 4096),  # more blocks than 32-bit indices count
+        question(4, 1 << 20, 4096, kb_full=1 << 14),  # so has the weight that this is a shard of
+        question(4, 16, 1 << 31),
+        question(0, 4096, 768),  # three bursts for four warpgroups
+        question(4, 4096, 4096, shared=101376),
+    ]
+    assert ask(program, asked) == ["none"] * len(asked)
+
+
+@QUICK
+@given(
+    shape=st.integers(0, SHAPE_COUNT - 1),
+    rows=st.integers(1, 3000),
+    tiles=st.integers(16, 200),
+    extra=st.integers(0, 900),
+)
+def test_second_level_scales_fit_into_their_place(program, shape, rows, tiles, extra):
+    """Shared memory ends with the groups that a stretch meets, wherever the shard lies."""
+    kb_full = tiles + extra
+    (answer,) = ask(program, [question(shape, rows, tiles * 64, kb_full=kb_full)])
+    if answer == "none":
+        return
+    plan, *blocks = answer.split(";")
+    _, row_groups, k_groups, bursts, _, shared, _ = numbers(plan)
+    block_rows = 64 * row_groups
+    most = 0
+    for text in blocks:
+        begin, end = numbers(text.split(",")[0])
+        met = (end - 1) // bursts - begin // bursts + 1
+        # One group more at each end: the first block of a stretch may lie anywhere in its group.
+        most = max(most, ((255 + (met * block_rows - 1) * kb_full + tiles - 1) >> 8) + 1)
+    tables = 65536 + 1024 + 4 * k_groups * row_groups * 256
+    stages = {(16, 1): 2, (32, 2): 4, (32, 4): 3, (64, 2): 3}[numbers(plan)[0], row_groups] * k_groups
+    stage = 4 * numbers(plan)[0] * 128 + row_groups * 4 * (2048 + 64)
+    sums = (k_groups - 1) * numbers(plan)[0] * block_rows * 4
+    assert shared - (tables + stages * (stage + 16) + sums) >= most * 4
