@@ -108,15 +108,16 @@ def test_sizes(text, nbytes):
 
 
 def test_help_is_quick_and_complete():
-    """The list of commands must not wait for torch."""
+    """The list of commands, and the help of those that work on folders, must not wait for torch."""
     code = (
         "import sys; from typer.testing import CliRunner; from nf4linear.cli.main import app\n"
-        "print(CliRunner().invoke(app, ['--help']).output)\n"
+        "for command in ([], ['pack'], ['unpack'], ['info']):\n"
+        "    print(CliRunner().invoke(app, [*command, '--help']).output)\n"
         "assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert all(name in result.stdout for name in COMMANDS)
+    assert all(name in result.stdout for name in COMMANDS) and "SRC" in result.stdout and "PATH" in result.stdout
 
 
 @pytest.mark.parametrize("name", COMMANDS)

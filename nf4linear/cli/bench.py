@@ -16,7 +16,7 @@ from ..bench import generate as generate_bench
 from ..bench import gpu, linear_report
 from ..bench import linear as linear_bench
 from .loading import ModelSource
-from .options import errors_to_exit
+from .output import errors_to_exit
 
 bench = typer.Typer(help="Time layers and models beside their peers.", no_args_is_help=True)
 console = Console(stderr=True)

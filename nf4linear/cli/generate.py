@@ -10,7 +10,8 @@ from rich.console import Console
 
 from .. import generation
 from .loading import VARIANTS, ModelSource
-from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument, errors_to_exit
+from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument
+from .output import errors_to_exit
 
 
 def generate(

@@ -9,7 +9,7 @@ import typer
 from rich.console import Console
 
 from ..sizes import format_size
-from .options import errors_to_exit
+from .output import errors_to_exit
 
 if TYPE_CHECKING:
     from ..checkpoint import Description

@@ -18,7 +18,7 @@ from ..lab import profile as profile_step
 from ..lab import tables as chart
 from ..lab.bench import Repeats
 from ..lab.generate import DTYPES, Case
-from .options import errors_to_exit
+from .output import errors_to_exit
 
 lab = typer.Typer(
     help="The dequantize ladder: the published stages V0..V3, and V4 beside them.",

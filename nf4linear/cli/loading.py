@@ -24,7 +24,7 @@ VARIANTS = ("16-bit", "bitsandbytes", "exact", "nf4linear")
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
-class LoadError(Exception):
+class LoadError(ValueError):
     """MODEL cannot be loaded in the way asked for; the text says what to do instead."""
 
 

@@ -1,4 +1,4 @@
-"""What the folder-writing commands share: notes, and how they end when they are stopped."""
+"""How commands end on an error or when they are stopped, and the notes of those that write folders."""
 
 from __future__ import annotations
 
@@ -7,7 +7,18 @@ from contextlib import contextmanager
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.text import Text
+
+
+@contextmanager
+def errors_to_exit(console: Console) -> Iterator[None]:
+    """Turn the errors that a user can mend into one line and exit status 1; any other keeps its traceback."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
+        raise typer.Exit(1) from error
 
 
 def print_notes(console: Console, notes: Iterable[str]) -> None:

@@ -8,8 +8,7 @@ import typer
 from rich.console import Console
 
 from ..sizes import format_size
-from .options import errors_to_exit
-from .output import print_notes, stoppable
+from .output import errors_to_exit, print_notes, stoppable
 
 
 def pack(

@@ -18,7 +18,8 @@ from rich.table import Table
 from .. import perplexity as scoring
 from ..patch_report import weight_bytes
 from .loading import LoadError, ModelSource
-from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument, errors_to_exit
+from .options import DeviceOption, DtypeOption, FormatOption, ModelArgument
+from .output import errors_to_exit
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

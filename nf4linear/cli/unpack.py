@@ -7,8 +7,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .options import errors_to_exit
-from .output import print_notes, stoppable
+from .output import errors_to_exit, print_notes, stoppable
 
 
 def unpack(
