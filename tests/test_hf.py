@@ -250,6 +250,32 @@ def test_configs_that_do_not_fit_are_refused(damaged, change, word):
         load(damaged)
 
 
+def test_rules_that_leave_a_layer_of_a_plain_model_without_a_format_are_refused(tiny):
+    config = NF4LinearConfig(modules={"*.q_proj": {"format": "nf4"}})
+    with pytest.raises(ValueError, match=r"no format for 'model\.layers\.0\.mlp\.down_proj' and no default"):
+        load(tiny(), quantization_config=config)
+
+
+def test_a_skipped_name_that_no_module_has_is_told(tiny):
+    with pytest.warns(UserWarning, match="'q_porj' matches no module"):
+        load(tiny(), quantization_config=NF4LinearConfig(modules_to_not_convert=["q_porj"]))
+
+
+def test_a_layer_in_two_places_of_a_model_is_replaced_in_both():
+    """By a quantizer before loading, and by its way back to a plain model."""
+    from nf4linear.hf import NF4LinearQuantizer
+
+    shared = nn.Linear(64, 64)
+    model = nn.Sequential(shared, nn.Sequential(shared))
+    model.config = None
+    quantizer = NF4LinearQuantizer(NF4LinearConfig(), pre_quantized=True)
+    quantizer._process_model_before_weight_loading(model)
+    assert isinstance(model[0], PackedLinear) and model[1][0] is model[0]
+    model[0] = model[1][0] = NF4Linear(64, 64)
+    quantizer._dequantize(model)
+    assert type(model[0]) is nn.Linear and model[1][0] is model[0]
+
+
 def test_tensor_parallelism_is_refused_with_advice(tiny_packed):
     from transformers.distributed import DistributedConfig
 
