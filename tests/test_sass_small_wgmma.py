@@ -51,7 +51,7 @@ def test_a_burst_is_sixteen_wgmma_and_four_times_sixteen_look_ups(build):
         assert 80 <= count["PRMT"] <= 80 + 64, (name, count["PRMT"])
         assert 80 <= found.count("LDS") <= 80 + 64, (name, found.count("LDS"))
         # x and weights come by the copy engine; registers change hands; the kernel before is waited for.
-        assert count["UTMALDG"] == 4 and count["UBLKCP"] >= 2 and count["USETMAXREG"] == 2, (name, count)
+        assert count["UTMALDG"] >= 4 and count["UBLKCP"] >= 2 and count["USETMAXREG"] == 2, (name, count)
         assert count["ACQBULK"] == 2 and count["PREEXIT"] == 1, name
 
 
