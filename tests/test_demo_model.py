@@ -10,6 +10,7 @@ must agree in bfloat16 too.
 """
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import nf4linear
 from demo_model import LAYERS, TEXT, load, logits, relative_error
 from nf4linear import native
+from nf4linear.cli.loading import LoadError, ModelSource
 from nf4linear.perplexity import perplexity
 
 pytestmark = pytest.mark.slow
@@ -174,8 +176,24 @@ def test_perplexity_command_compares_the_variants(demo_folders, demo_packed, tmp
         assert variant in run.stdout
 
 
-def test_commands_say_what_to_do_on_a_mistake(tmp_path, demo_packed):
-    missing = command("generate", tmp_path / "nothing", "-p", "x")
-    assert missing.returncode == 1 and "no model found" in missing.stderr and "Traceback" not in missing.stderr
-    no_text = command("perplexity", demo_packed)
-    assert no_text.returncode == 1 and "--text FILE" in no_text.stderr and "Traceback" not in no_text.stderr
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"dtype": "float8"}, "--dtype float8: known are auto, bfloat16"),
+        ({"format": "int3"}, "--format int3: known are nf4"),
+        ({"device": "nowhere"}, "--device nowhere"),
+        ({"path": "no/such/folder"}, "no/such/folder: no model found there"),
+        ({"variant": "other"}, "variant other: known are 16-bit"),
+        ({"variant": "16-bit"}, "it is quantized; name the 16-bit model"),
+    ],
+)
+def test_loading_says_what_to_do_on_a_mistake(demo_packed, options, message):
+    options = {"path": str(demo_packed), "device": "cpu", "variant": "nf4linear"} | options
+    variant = options.pop("variant")
+    with pytest.raises(LoadError, match=re.escape(message)):
+        ModelSource(**options).load(variant)
+
+
+def test_commands_end_on_a_mistake_with_one_line(demo_packed):
+    run = command("perplexity", demo_packed)
+    assert run.returncode == 1 and "--text FILE" in run.stderr and "Traceback" not in run.stderr

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VARIANTS = ("16-bit", "bitsandbytes", "exact", "nf4linear")
+PLAIN_FORMATS = ("nf4", "fp4", "w8_s8")
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -41,6 +42,14 @@ class ModelSource:
     dtype: str = "auto"
     format: str = "nf4"
     base: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise LoadError(f"--dtype {self.dtype}: known are {', '.join(DTYPES)}")
+        if self.format not in PLAIN_FORMATS:
+            raise LoadError(f"--format {self.format}: known are {', '.join(PLAIN_FORMATS)}")
+        if self.device not in (None, "auto"):
+            _check_device(self.device)
 
     @property
     def device_map(self) -> Any:
@@ -75,6 +84,8 @@ class ModelSource:
 
     def load(self, variant: str = "nf4linear") -> PreTrainedModel:
         """The model in evaluation mode as one of its VARIANTS. Raises LoadError where that cannot be had."""
+        if variant not in VARIANTS:
+            raise LoadError(f"variant {variant}: known are {', '.join(VARIANTS)}")
         method = self.quantization()
         if method not in (None, "nf4linear", "bitsandbytes"):
             raise LoadError(
@@ -128,6 +139,14 @@ class ModelSource:
             bnb_4bit_compute_dtype=torch.bfloat16 if dtype == "auto" else dtype,
         )
         return self._from_pretrained(self.path, quantization_config=config)
+
+
+def _check_device(device: str) -> None:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise LoadError(f"--device {device}: this installation of torch cannot use it: {reason}") from error
 
 
 def cast_unquantized(model: PreTrainedModel, dtype: torch.dtype) -> PreTrainedModel:
