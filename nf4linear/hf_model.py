@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from .checkpoint.packed import QUANT_METHOD, VERSION_KEY
-from .linear import PackedLinear
+from .patch_report import uncounted_weights
 
 _MARK = "_knows_packed_layers"
 
@@ -37,13 +37,7 @@ def _with_logical_counts(original: Any) -> Any:
     @functools.wraps(original)
     def num_parameters(self: nn.Module, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         count = original(self, only_trainable, exclude_embeddings)
-        if only_trainable:
-            return count
-        for layer in self.modules():
-            if isinstance(layer, PackedLinear):
-                held = sum(p.numel() for p in layer.packed().values())
-                count += layer.in_features * layer.out_features - held
-        return count
+        return count if only_trainable else count + uncounted_weights(self)
 
     return num_parameters
 

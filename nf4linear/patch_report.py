@@ -45,14 +45,16 @@ class PatchReport:
         return "\n".join(lines + [f"  note: {note}" for note in self.notes])
 
 
-def count_parameters(model: nn.Module, only_trainable: bool = False) -> int:
+def count_parameters(model: nn.Module) -> int:
     """Parameters as in the unquantized model: a packed layer counts its weights, not its bytes and scales."""
+    return sum(p.numel() for p in model.parameters()) + uncounted_weights(model)
+
+
+def uncounted_weights(model: nn.Module) -> int:
+    """Weights of the packed layers of a model less the elements that hold them: what counting elements misses."""
     packed = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    held = {id(p) for module in packed for p in module.packed().values()}
-    plain = [p for p in model.parameters() if id(p) not in held]
-    if only_trainable:
-        return sum(p.numel() for p in plain if p.requires_grad)
-    return sum(p.numel() for p in plain) + sum(module.in_features * module.out_features for module in packed)
+    held = sum(p.numel() for module in packed for p in module.packed().values())
+    return sum(module.in_features * module.out_features for module in packed) - held
 
 
 def weight_bytes(model: nn.Module) -> int:

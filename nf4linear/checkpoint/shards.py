@@ -127,7 +127,8 @@ class Checkpoint:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.index_text = _read_text(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
-        self.shards = tuple(read_header(folder / name) for name in self._shard_names())
+        weight_map = self._weight_map()
+        self.shards = tuple(read_header(folder / name) for name in self._shard_names(weight_map))
         self._where: dict[str, tuple[Shard, Entry]] = {}
         self._files: dict[Path, Any] = {}
         for shard in self.shards:
@@ -136,35 +137,32 @@ class Checkpoint:
                     other = self._where[entry.key][0].path.name
                     raise CheckpointError(f"{shard.path}: key {entry.key!r} is also in {other}")
                 self._where[entry.key] = (shard, entry)
-        self._check_index()
+        for key, name in (weight_map or {}).items():
+            if key not in self._where or self._where[key][0].path.name != name:
+                raise CheckpointError(f"{folder / INDEX_FILE}: key {key!r} is not in {name}")
 
-    def _shard_names(self) -> list[str]:
-        if self.index_text is None:
+    def _shard_names(self, weight_map: dict[str, str] | None) -> list[str]:
+        if weight_map is None:
             if (self.folder / SINGLE_FILE).is_file():
                 return [SINGLE_FILE]
             raise CheckpointError(_no_weights(self.folder))
-        names = sorted(set(self._weight_map().values()))
+        names = sorted(set(weight_map.values()))
         for name in names:
             if not (self.folder / name).is_file():
                 raise CheckpointError(f"{self.folder}: {INDEX_FILE} names {name}, which is not there")
         return names
 
-    def _weight_map(self) -> dict[str, str]:
+    def _weight_map(self) -> dict[str, str] | None:
+        """Key -> file of the index; None without one."""
+        if self.index_text is None:
+            return None
         try:
-            weight_map = json.loads(self.index_text or "")["weight_map"]
+            weight_map = json.loads(self.index_text)["weight_map"]
             if not all(isinstance(name, str) and Path(name).name == name for name in weight_map.values()):
                 raise ValueError("file names must be plain names inside the folder")
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"{self.folder / INDEX_FILE}: not a safetensors index ({error})") from error
         return weight_map
-
-    def _check_index(self) -> None:
-        if self.index_text is None:
-            return
-        weight_map = self._weight_map()
-        for key, name in weight_map.items():
-            if key not in self._where or self._where[key][0].path.name != name:
-                raise CheckpointError(f"{self.folder / INDEX_FILE}: key {key!r} is not in {name}")
 
     def __enter__(self) -> Checkpoint:
         return self
