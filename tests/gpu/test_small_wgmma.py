@@ -1,0 +1,351 @@
+"""The wgmma engine: the same promises as the small-batch engine's (test_small_batch.py), where it takes over.
+
+Its blocks leave partial sums to each other, so the cuts matter: `least` units a block decide where they fall.
+"""
+
+import pytest
+import torch
+from test_small_batch import DEPENDENT, DTYPES, PLAIN, ROUNDING, capture, launch, relative_error, rounded_centroids
+
+from nf4linear import native, ops, reference, reorder, selfcheck
+from nf4linear.formats import FORMATS, FourBitSpec
+from operands import fresh_weight, geometry, operands, spec_id
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="no Hopper GPU"
+    ),
+]
+
+SPECS = (
+    FourBitSpec("nf4", 48, 192),  # one row block, fewer tiles than a burst
+    FourBitSpec("nf4", 1000, 576),  # ragged rows, a last burst of one tile
+    FourBitSpec("nf4", 33, 1088),
+    FourBitSpec("nf4", 5, 64),
+    FourBitSpec("nf4", 336, 4096),  # sixteen bursts a row block, odd number of row tiles
+    FourBitSpec("nf4", 80, 14336),
+    FourBitSpec("fp4", 200, 640),
+    FourBitSpec("nf4", 272, 1024, blocksize=128),
+    FourBitSpec("fp4", 96, 4096, blocksize=4096),
+    FourBitSpec("nf4", 130, 704, double_quant=False),  # a last burst of three tiles
+    FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
+)
+# Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after the seven shapes of the small-batch engine.
+SHAPES = (16, 32, 32, 64, 64)
+FIRST_SHAPE = 7
+FOUR_K_GROUPS = 0  # this shape needs four bursts
+TOKENS = (17, 31, 32, 33, 48, 64)
+
+
+def tuned(shape: int, least: int = 1) -> int:
+    """Flags that take a compiled shape, and at least `least` units a block, in place of the launch table's choice."""
+    return (1 + FIRST_SHAPE + shape) << 8 | least << 16
+
+
+def rounding(dtype: torch.dtype, values: int) -> float:
+    """Relative error that rounding the output alone may give to so many values."""
+    return ROUNDING[dtype] if values > 1000 else torch.finfo(dtype).eps / 2 * 1.05
+
+
+def takes(shape: int, spec: FourBitSpec) -> bool:
+    return shape != FOUR_K_GROUPS or spec.k > 768
+
+
+@pytest.fixture(scope="module")
+def library():
+    found = native.library("cuda")
+    assert found, found.why
+    assert "90a" in found.architectures.split(",")
+    return found
+
+
+@pytest.fixture(scope="module", params=SPECS, ids=spec_id)
+def weight(request):
+    spec = request.param
+    canonical = fresh_weight(spec, device="cuda")
+    return spec, canonical, reorder.pack(spec, canonical)
+
+
+def random_weight(spec: FourBitSpec) -> dict[str, torch.Tensor]:
+    """Packed tensors of random bytes, made on the GPU; nothing but the size is of interest."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    packed = {}
+    for name, tensor in spec.packed_tensors().items():
+        where = {"device": "cuda", "generator": generator}
+        if tensor.dtype == torch.uint8:
+            packed[name] = torch.randint(0, 256, tensor.shape, dtype=torch.uint8, **where)
+        else:
+            packed[name] = torch.rand(tensor.shape, **where) + 0.1
+    return packed | {"code": torch.tensor(FORMATS[spec.format].code, device="cuda")}
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_identity_activations_give_the_decoded_weight(weight, library, dtype, shape):
+    spec, canonical, packed = weight
+    if not takes(shape, spec):
+        return
+    want = rounded_centroids(spec, canonical, dtype).to(dtype)
+    tokens = SHAPES[shape]
+    step = tokens if spec.k < 2000 else tokens * 7  # long rows: tiles of every kind
+    for first in {*range(0, spec.k - tokens + 1, step), spec.k - tokens}:
+        x = torch.zeros(tokens, spec.k, device="cuda", dtype=dtype)
+        x[torch.arange(tokens), first + torch.arange(tokens)] = 1
+        assert torch.equal(launch(library, spec, packed, x, tuned(shape)).T, want[:, first : first + tokens]), first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, tokens):
+    spec, canonical, packed = weight
+    x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
+    bias = torch.randn(spec.n, device="cuda").to(dtype)
+    exact = x.double() @ reference.dequantize(spec, canonical, torch.float32).double().T + bias.double()
+    gemm = torch.nn.functional.linear(x, reference.dequantize(spec, canonical, dtype), bias)
+    most = 1.15 * relative_error(gemm, exact) + 1e-4
+    for shape, capacity in enumerate(SHAPES):
+        if tokens <= capacity and takes(shape, spec):
+            assert relative_error(launch(library, spec, packed, x, tuned(shape), bias), exact) <= most, shape
+    got = ops.linear(x, *operands(spec, packed), bias, *geometry(spec))
+    assert relative_error(got, exact) <= most
+    assert torch.equal(got, ops.linear(x, *operands(spec, packed), bias, *geometry(spec))), "two calls differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_every_shape_and_every_cut(weight, library, dtype, shape):
+    """Also plain and dependent launches, bit for bit, and all numbers of tokens around the ends of the shape."""
+    spec, canonical, packed = weight
+    if not takes(shape, spec):
+        return
+    exact_weight = rounded_centroids(spec, canonical, dtype).double()
+    most = SHAPES[shape]
+    for tokens in {1, most // 2 + 1, most}:
+        x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
+        exact = x.double() @ exact_weight.T
+        for least in (1, 2, 3, 7, 100):
+            got = launch(library, spec, packed, x, tuned(shape, least))
+            assert got is not None
+            assert relative_error(got, exact) < rounding(dtype, got.numel())
+            for flags in (PLAIN, DEPENDENT):
+                assert torch.equal(got, launch(library, spec, packed, x, tuned(shape, least) | flags))
+    x = torch.randn(most + 1, spec.k, device="cuda").to(dtype)
+    assert launch(library, spec, packed, x, tuned(shape)) is None
+
+
+def test_large_shapes(library):
+    """Several row blocks a stretch, cuts inside row blocks, rings that go round; every number of tokens."""
+    for n, k in ((14336 + 24, 4096 + 64), (2064, 14336)):
+        spec = FourBitSpec("nf4", n, k)
+        packed = random_weight(spec)
+        canonical = reorder.unpack(spec, packed)
+        exact_weight = rounded_centroids(spec, canonical, torch.bfloat16).double()
+        x = torch.randn(64, spec.k, device="cuda", dtype=torch.bfloat16)
+        exact = x.double() @ exact_weight.T
+        for tokens in range(1, 65, 3):
+            for shape, capacity in enumerate(SHAPES):
+                if tokens <= capacity:
+                    got = launch(library, spec, packed, x[:tokens], tuned(shape))
+                    assert relative_error(got, exact[:tokens]) < 2e-3, (shape, tokens)
+        for tokens in TOKENS:
+            got = ops.linear(x[:tokens], *operands(spec, packed), None, *geometry(spec))
+            assert relative_error(got, exact[:tokens]) < 2e-3, tokens
+
+
+def test_more_weights_than_two_to_the_33(library):
+    """With plain absmax; the second-level scales of so many rows do not fit beside the rings."""
+    spec = FourBitSpec("nf4", 131088, 65536, double_quant=False)
+    packed = random_weight(spec)
+    last = FourBitSpec("nf4", 16, spec.k, double_quant=False)
+    tile = packed | {name: packed[name][-1:].contiguous() for name in ("qweight", "absmax")}
+    exact_weight = rounded_centroids(last, reorder.unpack(last, tile), torch.float16).double()
+    for shape, tokens in enumerate(SHAPES):
+        x = torch.randn(tokens, spec.k, device="cuda").half() / 64
+        got = launch(library, spec, packed, x, tuned(shape))
+        assert relative_error(got[:, -16:], x.double() @ exact_weight.T) < rounding(torch.float16, 16 * tokens)
+
+
+@pytest.mark.parametrize("blocksize", [64, 256])
+def test_shards_find_their_second_level_scales(library, blocksize):
+    """Rows and inputs cut out of a weight: the shard knows where it lies, its tables are those of the whole."""
+    spec = FourBitSpec("nf4", 640, 2048, blocksize=blocksize)
+    canonical = fresh_weight(spec, device="cuda")
+    packed = reorder.pack(spec, canonical)
+    whole = rounded_centroids(spec, canonical, torch.float16)
+    for (n0, n1), (k0, k1) in (((160, 640), (0, 2048)), ((0, 640), (1024, 2048)), ((32, 608), (512, 1792))):
+        part = FourBitSpec("nf4", n1 - n0, k1 - k0, blocksize=blocksize)
+        tensors = (
+            packed["qweight"][n0 // 16 : n1 // 16, k0 // 64 : k1 // 64].contiguous(),
+            packed["absmax_q"][n0 // 16 : n1 // 16, k0 // 256 : k1 // 256].contiguous(),
+            *(packed[name] for name in ("nested_code", "nested_absmax", "nested_offset")),
+        )
+        shard = native.describe_weight(part, *tensors)
+        shard.n0, shard.kb0, shard.kb_full = n0, k0 // 64, spec.k // 64
+        for shape, tokens in enumerate(SHAPES):
+            x = torch.randn(tokens, part.k, device="cuda").half()
+            y = torch.full((tokens, part.n), torch.nan, device="cuda", dtype=torch.float16)
+            assert library.linear(shard, x, None, y, tuned(shape))
+            assert relative_error(y, x.double() @ whole[n0:n1, k0:k1].double().T) < ROUNDING[torch.float16]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_self_check_covers_it(library, dtype):
+    assert any(32 < tokens <= 64 for tokens in selfcheck.TOKENS)
+    assert selfcheck._error(library, 0, dtype, 48) <= selfcheck.TOLERANCES[dtype]
+    assert selfcheck.fused_allowed(library, 0, dtype)
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_only_the_output_is_written(weight, library, shape):
+    spec, _, packed = weight
+    if not takes(shape, spec):
+        return
+    tokens = SHAPES[shape] - 3
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    want = launch(library, spec, packed, x, tuned(shape))
+    assert want.isfinite().all()
+    for shift in (0, 1, 7):
+        buffer = torch.full((tokens * spec.n + 128,), 12345.0, device="cuda", dtype=torch.bfloat16)
+        sentinel = buffer[0].item()
+        y = buffer[64 + shift : 64 + shift + tokens * spec.n].view(tokens, spec.n)
+        y.fill_(torch.nan)
+        assert library.linear(native.describe_weight(spec, *operands(spec, packed)), x, None, y, tuned(shape))
+        assert torch.equal(y, want)
+        outside = torch.cat((buffer[: 64 + shift], buffer[64 + shift + y.numel() :]))
+        assert (outside == sentinel).all()
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_what_shared_memory_held_does_not_matter(library, shape):
+    """A launch full of NaN, then one whose last burst is ragged: nothing of the first may be multiplied by zero."""
+    bad = FourBitSpec("nf4", 132 * 256, 1024, double_quant=False)
+    poison = random_weight(bad)
+    poison["absmax"].fill_(torch.nan)
+    nans = torch.full((SHAPES[shape], bad.k), torch.nan, device="cuda", dtype=torch.float16)
+    for double_quant in (False, True):
+        spec = FourBitSpec("nf4", 1000, 832 + 64 * 3, double_quant=double_quant)
+        packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
+        x = torch.randn(SHAPES[shape] - 1, spec.k, device="cuda", dtype=torch.float16)
+        spec_ragged = FourBitSpec("nf4", 1000, 832, double_quant=double_quant)
+        ragged = reorder.pack(spec_ragged, fresh_weight(spec_ragged, device="cuda"))
+        for case, tensors in ((spec, packed), (spec_ragged, ragged)):
+            want = launch(library, case, tensors, x[:, : case.k].contiguous(), tuned(shape))
+            launch(library, bad, poison, nans, tuned(shape))
+            got = launch(library, case, tensors, x[:, : case.k].contiguous(), tuned(shape))
+            assert got.isfinite().all() and torch.equal(got, want)
+
+
+@pytest.mark.parametrize("tokens", [17, 40])
+def test_activations_anywhere(weight, library, tokens):
+    """Views that start at any element, rows apart from each other: the operator copies what the kernel cannot read."""
+    spec, _, packed = weight
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+    want = ops.linear(x, *operands(spec, packed), None, *geometry(spec))
+    for shift, width in ((1, spec.k + 8), (8, spec.k + 8), (0, spec.k + 3), (5, spec.k + 16)):
+        view = torch.empty(tokens, width, device="cuda", dtype=torch.float16)[:, shift % 8 : shift % 8 + spec.k]
+        view.copy_(x)
+        assert torch.equal(ops.linear(view, *operands(spec, packed), None, *geometry(spec)), want)
+    wide = torch.full((tokens, spec.k + 64), torch.nan, device="cuda", dtype=torch.float16)
+    wide[:, : spec.k] = x
+    for shape, capacity in enumerate(SHAPES):
+        if tokens <= capacity and takes(shape, spec):
+            apart = launch(library, spec, packed, wide[:, : spec.k], tuned(shape))
+            assert torch.equal(apart, launch(library, spec, packed, x, tuned(shape)))
+
+
+# ---- order of work ---------------------------------------------------------------------------------------------------
+
+# (spec, tokens, flags): row blocks cut by many blocks, by few, and by none.
+ORDERED = (
+    (FourBitSpec("nf4", 1024, 2048), 48, tuned(4)),
+    (FourBitSpec("nf4", 512, 4096), 30, tuned(1)),
+    (FourBitSpec("nf4", 1000, 4096), 16, tuned(0)),
+    (FourBitSpec("nf4", 2048, 1024), 64, tuned(3, 4)),
+)
+
+
+@pytest.fixture(scope="module", params=ORDERED, ids=lambda p: f"{p[0].n}-m{p[1]}-{p[2]:x}")
+def ordered(request):
+    spec, tokens, flags = request.param
+    return spec, random_weight(spec), tokens, flags
+
+
+@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
+def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extra):
+    spec, packed, tokens, flags = ordered
+    source = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    want = launch(library, spec, packed, source, flags)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(20):
+            x = torch.zeros_like(source)
+            torch.cuda._sleep(200_000)
+            torch.add(source, 0, out=x)
+            assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
+
+
+@pytest.mark.parametrize("flags", [tuned(0), tuned(2), tuned(4)])
+def test_a_chain_of_dependent_launches(library, flags):
+    """Each reads what the one before it wrote; all of them use the same workspace and flags."""
+    spec = FourBitSpec("nf4", 1024, 1024)
+    packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
+    ends = []
+    for extra in (PLAIN, DEPENDENT):
+        y = torch.randn(16, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).half()
+        for _ in range(60):
+            for _ in range(3):
+                y = launch(library, spec, packed, y / 32, flags | extra)
+            y /= y.abs().amax()
+        ends.append(y)
+    assert torch.equal(*ends) and ends[0].isfinite().all()
+
+
+def test_two_streams_at_once(ordered, library):
+    spec, packed, tokens, flags = ordered
+    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    want = [launch(library, spec, packed, x, flags) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(200):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(launch(library, spec, packed, inputs[i], flags | DEPENDENT))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in got[i])
+
+
+@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
+def test_graphs_replay_on_new_inputs(ordered, library, extra):
+    spec, packed, tokens, flags = ordered
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    launch(library, spec, packed, x, flags)
+    graph, outputs = capture([lambda: launch(library, spec, packed, x, flags | extra)] * 8)
+    for _ in range(5):
+        fresh = torch.randn_like(x)
+        x.copy_(fresh)
+        graph.replay()
+        want = launch(library, spec, packed, fresh, flags)
+        assert all(torch.equal(y, want) for y in outputs)
+
+
+def test_two_graphs_at_once(ordered, library):
+    spec, packed, tokens, flags = ordered
+    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    want = [launch(library, spec, packed, x, flags) for x in inputs]
+    graphs = [capture([lambda x=x: launch(library, spec, packed, x, flags | DEPENDENT)] * 16) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    for _ in range(100):
+        for (graph, _), stream in zip(graphs, streams, strict=True):
+            with torch.cuda.stream(stream):
+                graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in graphs[i][1])
