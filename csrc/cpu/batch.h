@@ -59,13 +59,14 @@ class Batch {
 
   // a.m rows, 1 <= a.m <= Isa::MAX_IN_REGISTERS
   Batch(const nf4l_weight& w, const nf4l_linear_args& a, int threads)
-      : w_(w), a_(a), threads_(threads), tiling_(tiling_of(w)), code_(w.nested_code), steps_(tiling_.tile_k / Math::K_STEP) {}
+      : w_(w), a_(a), threads_(threads), tiling_(tiling_of(w)), code_(w.nested_code) {}
 
   int run() {
-    packed_ = static_cast<Element*>(scratch(Scratch::PACKED_X, tiling_.k_tiles * steps_ * a_.m * sizeof(Element)));
+    const int64_t slabs = tiling_.slabs();
+    packed_ = static_cast<Element*>(scratch(Scratch::PACKED_X, slabs * (SLAB_K / Math::K_STEP) * a_.m * sizeof(Element)));
     if (!packed_) return NF4L_USE_GEMM;
     const RowBlocks one_block = RowBlocks::of(a_.m, static_cast<int>(a_.m));
-    pack_rows<Math>(w_, static_cast<const T*>(a_.x), a_.x_stride, one_block, tiling_, 0, tiling_.k_tiles, packed_);
+    pack_rows<Math>(static_cast<const T*>(a_.x), a_.x_stride, w_.k, one_block, 0, slabs, packed_);
     const SumStrip sum_strip = BatchKernel<Isa, Math, Format>::of(a_.m);
     const int64_t grain = pieces(tiling_.strips, threads_);
     parallel_for(tiling_.strips, grain, threads_, [this, sum_strip](int64_t begin, int64_t end) { run_strips(sum_strip, begin, end); });
@@ -94,7 +95,6 @@ class Batch {
   const int threads_;
   const Tiling tiling_;
   const typename Isa::NestedCode code_;
-  const int steps_;
   Element* packed_ = nullptr;
   std::atomic<bool> short_of_memory_{false};
 };

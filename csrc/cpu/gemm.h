@@ -1,7 +1,7 @@
-// y = x W^T + bias for any M: each tile is decoded once into a small panel and multiplied with all rows of x.
+// y = x W^T + bias for any M: each slab (64 inputs) is decoded once into a small panel and multiplied with all rows of x.
 //
-// A panel is PANEL strips x one k tile, decoded with rows in lanes and without its scales (for NF4 that is exact, and
-// for bfloat16 products it needs one rounding of the 16 centroids instead of one of every weight). The micro-kernel sums a tile's
+// A panel is PANEL strips x one slab, decoded with rows in lanes and without its scales (for NF4 that is exact, and
+// for bfloat16 products it needs one rounding of the 16 centroids instead of one of every weight). The micro-kernel sums a slab's
 // products in registers and then adds scale * sum to the running result in float32.
 //
 // A Math says how products are formed: F32Math multiplies float32 (every level), a Bf16Math pairs of bfloat16 values.
@@ -14,7 +14,7 @@
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
-// result[MR][PANEL][16] += scales[PANEL][16] * (panel . x) over one tile.
+// result[MR][PANEL][16] += scales[PANEL][16] * (panel . x) over one slab.
 template <class Isa, class Math, int MR>
 void multiply_panel(const typename Math::Element* panel, const typename Math::Element* x, int steps, const float* const* scales, float* result) {
   using Vec = typename Isa::Vec;
@@ -56,11 +56,11 @@ class Gemm {
   using Element = typename Math::Element;
 
   Gemm(const nf4l_weight& w, const nf4l_linear_args& a, int threads)
-      : w_(w), a_(a), threads_(threads), tiling_(tiling_of(w)), code_(w.nested_code), steps_(tiling_.tile_k / Math::K_STEP) {}
+      : w_(w), a_(a), threads_(threads), tiling_(tiling_of(w)), code_(w.nested_code) {}
 
   int run() {
     // Rows of x a pass: bounds the packed x that a thread keeps to MAX_PACKED_BYTES.
-    const int64_t row_bytes = tiling_.k_tiles * steps_ * sizeof(Element);
+    const int64_t row_bytes = tiling_.slabs() * STEPS * sizeof(Element);
     const int64_t most = MAX_PACKED_BYTES / row_bytes;
     const int64_t pass = a_.m < most ? a_.m : (most < Isa::MAX_MR ? Isa::MAX_MR : most / Isa::MAX_MR * Isa::MAX_MR);
     packed_ = static_cast<Element*>(scratch(Scratch::PACKED_X, pass * row_bytes));
@@ -81,8 +81,9 @@ class Gemm {
 
  private:
   static constexpr int PANEL = Isa::PANEL;
+  static constexpr int STEPS = SLAB_K / Math::K_STEP;
   static constexpr int64_t MAX_PACKED_BYTES = 8 << 20;
-  static constexpr int64_t DECODED_FLOATS = int64_t{TILE_K4} * PANEL * LANES;
+  static constexpr int64_t DECODED_FLOATS = int64_t{SLAB_K} * PANEL * LANES;
   // Panels that share one pass over x, which is too large for the near caches when it has many rows.
   static constexpr int MOST_TOGETHER = 4;
   // Below this much x the calling thread packs alone: less than waking the others costs.
@@ -90,9 +91,9 @@ class Gemm {
 
   void pack_x() {
     const T* x = static_cast<const T*>(a_.x) + first_row_ * a_.x_stride;
-    const int64_t grain = ceil_div(PACK_ALONE_ELEMENTS, rows_ * tiling_.tile_k);
-    parallel_for(tiling_.k_tiles, grain, threads_, [&](int64_t begin, int64_t end) {
-      pack_rows<Math>(w_, x, a_.x_stride, blocks_, tiling_, begin, end, packed_);
+    const int64_t grain = ceil_div(PACK_ALONE_ELEMENTS, rows_ * SLAB_K);
+    parallel_for(tiling_.slabs(), grain, threads_, [&](int64_t begin, int64_t end) {
+      pack_rows<Math>(x, a_.x_stride, w_.k, blocks_, begin, end, packed_);
     });
   }
 
@@ -126,7 +127,7 @@ class Gemm {
   }
 
   struct Panel {
-    Element* decoded;  // [steps][PANEL][16], one k tile
+    Element* decoded;  // [steps][PANEL][16], one slab
     float* result;     // [rows][PANEL][16]
     const float* scales[PANEL];
     const uint8_t* tiles[PANEL];
@@ -134,20 +135,23 @@ class Gemm {
 
   void multiply(const Panel* panels, int count) const {
     const MultiplyPanel<Math>* kernels = multiply_panels<Isa, Math>(std::make_integer_sequence<int, Isa::MAX_MR>());
-    for (int64_t kt = 0; kt < tiling_.k_tiles; ++kt) {
+    const int slab_tiles = tiling_.slab_tiles(), tile_steps = STEPS / slab_tiles;
+    for (int64_t kt = 0; kt < tiling_.k_tiles; kt += slab_tiles) {
+      const int tiles = static_cast<int>(tiling_.k_tiles - kt < slab_tiles ? tiling_.k_tiles - kt : slab_tiles);
       const float* scales[MOST_TOGETHER][PANEL];
       for (int i = 0; i < count; ++i) {
         for (int p = 0; p < PANEL; ++p) {
-          decode(panels[i].tiles[p] + kt * TILE_BYTES, panels[i].decoded + p * LANES);
+          for (int t = 0; t < tiles; ++t)
+            decode(panels[i].tiles[p] + (kt + t) * TILE_BYTES, panels[i].decoded + (t * tile_steps * PANEL + p) * LANES);
           scales[i][p] = panels[i].scales[p] + (kt >> tiling_.scale_shift) * LANES;
         }
       }
-      const Element* x = packed_ + kt * rows_ * steps_;
+      const Element* x = packed_ + kt / slab_tiles * rows_ * STEPS;
       for (int64_t b = 0; b < blocks_.count; ++b) {
         const int64_t row = blocks_.start_of(b);
         const auto kernel = kernels[blocks_.rows_of(b) - 1];
         for (int i = 0; i < count; ++i)
-          kernel(panels[i].decoded, x + row * steps_, steps_, scales[i], panels[i].result + row * PANEL * LANES);
+          kernel(panels[i].decoded, x + row * STEPS, tiles * tile_steps, scales[i], panels[i].result + row * PANEL * LANES);
       }
     }
   }
@@ -169,7 +173,6 @@ class Gemm {
   const int threads_;
   const Tiling tiling_;
   const typename Isa::NestedCode code_;
-  const int steps_;
   Element* packed_ = nullptr;
   int64_t first_row_ = 0, rows_ = 0;
   RowBlocks blocks_{};

@@ -16,25 +16,25 @@ struct RowBlocks {
   int64_t start_of(int64_t b) const { return b * rows + (b < longer ? b : longer); }
 };
 
-// x of k tiles [begin, end) in the order in which kernels read it: [k tile][row block][step][row of the block].
-// Inputs from w.k on do not exist and count as 0: the last 8-bit tile of a row may be padded. `x` is the first row.
+// x of slabs [begin, end) in the order in which kernels read it: [slab][row block][step][row of the block].
+// Inputs from k on do not exist and count as 0: the last 8-bit tiles of a row may be padded. `x` is the first row.
 template <class Math, class T>
-void pack_rows(const nf4l_weight& w, const T* x, int64_t stride, const RowBlocks& blocks, const Tiling& tiling, int64_t begin,
-               int64_t end, typename Math::Element* packed) {
-  const int steps = tiling.tile_k / Math::K_STEP;
-  const int64_t tile_elements = blocks.start_of(blocks.count) * steps;
+void pack_rows(const T* x, int64_t stride, int64_t k, const RowBlocks& blocks, int64_t begin, int64_t end,
+               typename Math::Element* packed) {
+  constexpr int STEPS = SLAB_K / Math::K_STEP;
+  const int64_t slab_elements = blocks.start_of(blocks.count) * STEPS;
   for (int64_t b = 0; b < blocks.count; ++b) {
     const int rows = blocks.rows_of(b);
     for (int r = 0; r < rows; ++r) {
       const T* row = x + (blocks.start_of(b) + r) * stride;
-      typename Math::Element* to = packed + begin * tile_elements + blocks.start_of(b) * steps + r;
-      for (int64_t kt = begin; kt < end; ++kt, to += tile_elements) {
-        const T* from = row + kt * tiling.tile_k;
-        const int64_t inputs = w.k - kt * tiling.tile_k;
-        if (inputs >= tiling.tile_k) {
-          for (int s = 0; s < steps; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, Math::K_STEP);
+      typename Math::Element* to = packed + begin * slab_elements + blocks.start_of(b) * STEPS + r;
+      for (int64_t slab = begin; slab < end; ++slab, to += slab_elements) {
+        const T* from = row + slab * SLAB_K;
+        const int64_t inputs = k - slab * SLAB_K;
+        if (inputs >= SLAB_K) {
+          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, Math::K_STEP);
         } else {
-          for (int s = 0; s < steps; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, inputs - s * Math::K_STEP);
+          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, inputs - s * Math::K_STEP);
         }
       }
     }

@@ -12,12 +12,18 @@ inline constexpr int lane_row(int lane) { return lane / 2 + lane % 2 * 8; }
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
+// Inputs that x is packed and panels are decoded by: one 4-bit tile or two 8-bit ones. Every scale covers whole slabs.
+constexpr int SLAB_K = 64;
+
 struct Tiling {
   int64_t strips;    // of 16 rows
   int64_t k_tiles;   // a strip
   int tile_k;        // inputs a tile
   int scale_shift;   // tile kt uses scale vector kt >> scale_shift of its strip
   int64_t scale_vectors;  // room that strip_scales() needs, in 16-vectors
+
+  int slab_tiles() const { return SLAB_K / tile_k; }
+  int64_t slabs() const { return ceil_div(k_tiles, slab_tiles()); }
 };
 
 inline int log2_of(int64_t power_of_two) { return __builtin_ctzll(static_cast<uint64_t>(power_of_two)); }
