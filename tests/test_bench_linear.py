@@ -1,6 +1,8 @@
 """The linear benchmark without a GPU: what its reports make of rows, and how its command refuses."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -95,9 +97,8 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
 
 
 def test_tuning_tries_the_shapes_that_are_compiled():
-    import re
-    from pathlib import Path
-
-    plan = (Path(__file__).parents[1] / "csrc" / "small_batch_plan.h").read_text()
-    shapes = [tuple(map(int, found)) for found in re.findall(r"\{(\d+), (\d+), 8\}", plan)]
-    assert tuple(shapes) == linear.TUNE_SHAPES
+    csrc = Path(__file__).parents[1] / "csrc"
+    small = re.findall(r"\{(\d+), (\d+), 8\}", (csrc / "small_batch_plan.h").read_text())
+    assert tuple((int(rows), int(tokens)) for rows, tokens in small) == linear.TUNE_SHAPES
+    wgmma = re.findall(r"\{(\d+), (\d+), \d+, \d+, (\d+)\}", (csrc / "small_wgmma_plan.h").read_text())
+    assert tuple(tuple(map(int, shape)) for shape in wgmma) == linear.TUNE_WGMMA_SHAPES

@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
+from .. import eager
 from ..bench import generate as generate_bench
 from ..bench import gpu, linear_report
 from ..bench import linear as linear_bench
@@ -51,7 +52,7 @@ def linear(
             _need_matplotlib()
         ceilings = gpu.measure_ceilings()
         if tune:
-            numbers = [m for m in numbers if m <= max(most for _, most in linear_bench.TUNE_SHAPES)]
+            numbers = [m for m in numbers if m <= eager.MOST_TOKENS]
             cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
         else:
             cells = linear_bench.sweep(shapes, numbers, dtype, peer or list(linear_bench.PEERS), ceilings)
@@ -74,7 +75,7 @@ def generate(
     impl: Annotated[
         list[str] | None, typer.Option(help=f"{', '.join(generate_bench.IMPLEMENTATIONS)}; repeatable.")
     ] = None,
-    eager: Annotated[bool, typer.Option(help="Measure transformers' plain loop.")] = True,
+    plain: Annotated[bool, typer.Option("--eager/--no-eager", help="Measure transformers' plain loop.")] = True,
     compiled: Annotated[bool, typer.Option(help="Measure the loop with a static cache and torch.compile.")] = True,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=3)] = 128,
@@ -87,7 +88,7 @@ def generate(
             raise ValueError(f"--impl takes {', '.join(generate_bench.IMPLEMENTATIONS)}; got {', '.join(unknown)}")
         random = model == generate_bench.RANDOM_MODEL
         load = generate_bench.random_model if random else ModelSource(model, dtype="bfloat16").load
-        ways = [way for way, wanted in ((False, eager), (True, compiled)) if wanted]
+        ways = [way for way, wanted in ((False, plain), (True, compiled)) if wanted]
         rows = []
         name = model if random else Path(model).name
         for row in generate_bench.sweep(name, load, impl or generate_bench.IMPLEMENTATIONS, ways, prompt, new_tokens):
