@@ -1,7 +1,7 @@
 """Live bitsandbytes layers: read into canonical tensors, and made of them again, byte for byte.
 
-Only this file knows the attributes of bitsandbytes' modules, as only checkpoint/bnb_keys.py knows the keys of its
-checkpoints. It does not import bitsandbytes before a layer is to be made.
+Layers and models know bitsandbytes' modules through this file alone, as checkpoints know its keys through
+checkpoint/bnb_keys.py. It does not import bitsandbytes before a layer is to be made.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import functools
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,20 @@ def statistics_bytes(layer: Linear4bit | Linear8bitLt) -> int:
         second = getattr(state, "state2", None)
         tensors = [getattr(s, name, None) for s in (state, second) for name in ("absmax", "code")]
     return sum(t.nbytes for t in tensors if t is not None)
+
+
+def config_options(layer: Linear4bit | Linear8bitLt, compute_dtype: torch.dtype) -> dict[str, Any]:
+    """What a BitsAndBytesConfig of transformers says of layers like this one."""
+    if layer_bits(layer) == 8:
+        return {"load_in_8bit": True}
+    weight = layer.weight
+    return {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": weight.quant_type,
+        "bnb_4bit_use_double_quant": weight.compress_statistics,
+        "bnb_4bit_compute_dtype": compute_dtype,
+        "bnb_4bit_quant_storage": weight.quant_storage,
+    }
 
 
 def read_layer(layer: Linear4bit | Linear8bitLt, where: str) -> tuple[WeightSpec, dict[str, Tensor], Origin]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from . import bnb
 from .model_rules import describe_quantization
+from .plain import is_linear
 
 # Attributes of a transformers model that say how it is quantized; absent ones stay absent.
 _ATTRIBUTES = ("hf_quantizer", "quantization_method", "is_quantized", "is_loaded_in_4bit", "is_loaded_in_8bit")
@@ -111,18 +112,8 @@ def _adopt_bitsandbytes(model: nn.Module) -> None:
     if not layers:
         return
     first = next(iter(layers.values()))
-    kept = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and n not in layers]
-    if bnb.layer_bits(first) == 4:
-        config = BitsAndBytesConfig(
-            load_in_4bit=True,
-            bnb_4bit_quant_type=first.weight.quant_type,
-            bnb_4bit_use_double_quant=first.weight.compress_statistics,
-            bnb_4bit_compute_dtype=model.dtype,
-            bnb_4bit_quant_storage=first.weight.quant_storage,
-            llm_int8_skip_modules=kept,
-        )
-    else:
-        config = BitsAndBytesConfig(load_in_8bit=True, llm_int8_skip_modules=kept)
+    kept = [name for name, module in model.named_modules() if is_linear(module) and name not in layers]
+    config = BitsAndBytesConfig(**bnb.config_options(first, model.dtype), llm_int8_skip_modules=kept)
     model.hf_quantizer = AutoHfQuantizer.from_config(config, pre_quantized=True)
     model.quantization_method = config.quant_method
     model.is_quantized = True
