@@ -67,12 +67,12 @@ struct WgmmaRow {
 
 // Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
-    // m    k       n * k                    shape
-    {9, 16, 20'480, 100'000'000, ANY, small_wgmma_shape(16, 1, 2)},     // 8192x28672 50.1 (small_batch: 55.5), 57344x8192 93.5 (90.7)
-    {17, 32, 0, 20'000'000, 150'000'000, small_wgmma_shape(32, 2, 2)},  // 6144x4096 13.3 (small_batch: 13.8), 8192x8192 22.6 (26.6)
-    {17, 32, 0, 150'000'000, ANY, small_wgmma_shape(32, 4, 1)},         // 57344x8192 112.4 (two row groups: 114)
-    {33, 64, 0, 0, 40'000'000, small_wgmma_shape(64, 2, 2)},            // 4096x4096 13.2 (one accumulator: 13.6), 6144x4096 16.2 (16.5)
-    {33, 64, 0, 40'000'000, ANY, small_wgmma_shape(64, 2, 1)},          // 28672x4096 43.0 (two: 44.3), 57344x8192 143.2 (149.7)
+    // m    k       n * k                 shape                      (the other engine, or another shape)
+    {9, 16, 20'480, 100'000'000, ANY, small_wgmma_shape(16, 1, 2)},  // 8192x28672 50.1 (55.5)
+    {17, 32, 0, 20'000'000, 150'000'000, small_wgmma_shape(32, 2, 2)},  // 6144x4096 13.3 (13.8), 8192x8192 22.6 (26.6)
+    {17, 32, 0, 150'000'000, ANY, small_wgmma_shape(32, 4, 1)},      // 57344x8192 112.4, 8192x28672 62.3 (two groups: 64.2)
+    {33, 64, 0, 0, 40'000'000, small_wgmma_shape(64, 2, 2)},         // 4096x4096 13.2 (one accumulator: 13.6)
+    {33, 64, 0, 40'000'000, ANY, small_wgmma_shape(64, 2, 1)},       // 28672x4096 43.0 (two: 44.3)
 };
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
