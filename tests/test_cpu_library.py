@@ -201,6 +201,16 @@ def test_flat_weights_are_left_to_a_gemm(library):
     assert not library.linear(weight.struct, torch.randn(2, 100), None, torch.empty(2, 20))
 
 
+def test_many_rows_are_left_to_a_gemm_where_it_is_faster(library):
+    weight = Weight(FourBitSpec("nf4", 16, 64))
+    for m, dtype, level in ((65, torch.float32, "portable"), (2049, torch.bfloat16, "avx512")):
+        x, y = torch.randn(m, 64).to(dtype), torch.empty(m, 16, dtype=dtype)
+        own = library.linear(weight.struct, x, None, y)
+        assert own or library.description.endswith((" portable", " avx512"))
+        if library.description.endswith(f" {level}"):
+            assert not own
+
+
 def test_refuses_bad_arguments(library):
     weight = Weight(FourBitSpec("nf4", 16, 64))
     weight.struct.blocksize = 48

@@ -8,6 +8,7 @@ namespace nf4l::cpu::NF4L_CPU_LEVEL {
 struct Avx512 {
   static constexpr int GROUP = 8;  // inputs decoded together
   static constexpr int PANEL = 2;
+  static constexpr int64_t MOST_ROWS = INT64_MAX;  // float32 x; 2048 rows: 373 ms here, 432 ms dequantize + torch
   static constexpr int MAX_MR = 12;      // 24 sums, two panel vectors
   static constexpr int MAX_IN_REGISTERS = 16;  // rows of x for which batch.h decodes without a panel
 

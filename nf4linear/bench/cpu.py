@@ -239,6 +239,18 @@ def commit() -> str:
     return done.stdout.strip()
 
 
+def head(command: str, packages: Sequence[str]) -> Row:
+    """The fields that every result file begins with."""
+    return {
+        "machine": describe_machine(),
+        "driver": native.library("cpu").description,
+        "versions": {name: metadata.version(name) for name in packages},
+        "command": command,
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": commit(),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=2)
@@ -252,16 +264,8 @@ def main() -> None:
     shapes, rows, seconds = (SHAPES[:1], ROWS, 1.0) if options.quick else (SHAPES, ROWS, 3.0)
     with torch.inference_mode():
         results, read = run(shapes, rows, seconds)
-    record = {
-        "machine": describe_machine(),
-        "driver": library.description,
-        "versions": {name: metadata.version(name) for name in ("torch", "bitsandbytes")},
-        "command": f"python -m nf4linear.bench.cpu --threads {options.threads}{' --quick' if options.quick else ''}",
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": commit(),
-        "ceilings": {"read_GBps": read},
-        "rows": results,
-    }
+    command = f"python -m nf4linear.bench.cpu --threads {options.threads}{' --quick' if options.quick else ''}"
+    record = head(command, ("torch", "bitsandbytes")) | {"ceilings": {"read_GBps": read}, "rows": results}
     cpu_report.write(record, options.out)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +18,24 @@ NAMES = {
     "nf4linear": "nf4linear",
     "torch": "torch",
     "bitsandbytes": "bitsandbytes",
-    "bitsandbytes_repacked": "bitsandbytes, repacked",
+    "bitsandbytes_repacked": "bitsandbytes, repacked",  # bfloat16 arithmetic whatever x is
     "dequant_gemm": "dequantize + torch",
 }
 OPS = {"linear": "NF4, double quantization", "linear_w8": "8 bit, one scale a row"}
 
 
-def write(record: Row, path: Path) -> None:
-    """The JSON file, and beside it the table (.md) and the plot (.png; left out where matplotlib is missing)."""
+def write(record: Row, path: Path, table: Callable[[Row], str] | None = None) -> None:
+    """The JSON file, and beside it `table` of it, or the table (.md) and plot (.png) of linear layers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     _replace(path, (json.dumps(record, indent=1) + "\n").encode())
-    render(path)
+    if table:
+        _replace(path.with_suffix(".md"), table(record).encode())
+    else:
+        render(path)
 
 
 def render(path: Path) -> None:
+    """Table and plot of a file of linear layers; no plot where matplotlib is missing."""
     record = json.loads(path.read_text())
     _replace(path.with_suffix(".md"), markdown(record).encode())
     try:
@@ -57,18 +61,23 @@ def progress_line(op: str, rows: Sequence[Row]) -> str:
     return f"{op} {first['n']}x{first['k']} M={first['m']} ({first['rounds']} rounds), us: {times}"
 
 
+def made_by(record: Row) -> str:
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    made = f"Made by `{record['command']}` on {record['date']}, commit {record['commit'][:12]}"
+    return f"{made}, {record['driver']}; {versions}."
+
+
 def markdown(record: Row) -> str:
     lines = [
         f"# Linear layers on a CPU ({record['machine']})",
         "",
-        f"Made by `{record['command']}` on {record['date']}, commit {record['commit'][:12]}, {record['driver']}; "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + f". Best memory read rate: {record['ceilings']['read_GBps']:.1f} GB/s.",
+        f"{made_by(record)} Best memory read rate: {record['ceilings']['read_GBps']:.1f} GB/s.",
         "",
         "Medians of paired rounds, weights cold (see nf4linear/bench/cpu.py). *Faster* is the median of the rounds' "
         "ratios of that time to nf4linear's for the same activations. *Read* is the rate at which the weight's bytes "
         "were consumed, as a share of the rate at which plain memory was read in the same round. *Error* is norm-wise, "
-        "against float64 products with the exact float32 weight.",
+        "against float64 products with the exact float32 weight; bitsandbytes' repacked layer computes in bfloat16 "
+        "whatever the activations are.",
     ]
     for op, n, k in sorted({(row["op"], row["n"], row["k"]) for row in record["rows"]}):
         rows = [row for row in record["rows"] if (row["op"], row["n"], row["k"]) == (op, n, k)]
