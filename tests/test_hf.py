@@ -365,6 +365,11 @@ def test_source_file_travels_with_saves(tiny_packed, tmp_path):
         model.save_pretrained(tmp_path / "late")
 
 
+def test_loading_does_not_read_what_only_unpack_needs(damaged):
+    (damaged / "nf4linear_source.json").write_text("{")
+    assert packed(load(damaged))
+
+
 def test_flags(tiny_packed):
     quantizer = load(tiny_packed()).hf_quantizer
     assert quantizer.is_compileable and quantizer.is_trainable and quantizer.is_serializable()

@@ -20,6 +20,7 @@ from .shards import DTYPE_NAMES, Checkpoint, CheckpointError, read_json
 QUANT_METHOD = "nf4linear"
 SOURCE_FILE = "nf4linear_source.json"
 VERSION_KEY = "nf4linear_format_version"
+_WITHOUT_IT = "remove that file and unpack with --synthesize, which can do without it"
 METADATA = {"format": "pt", VERSION_KEY: str(FORMAT_VERSION)}
 # Names that parameters of other modules have too: alone they are no sign of a packed layer.
 _COMMON_NAMES = frozenset({"scale", "code"})
@@ -108,7 +109,7 @@ class SourceRecord:
             return None
         value = read_json(path)
         if value.pop("format_version", None) != FORMAT_VERSION:
-            raise CheckpointError(f"{path}: unknown format_version; update nf4linear, or unpack with --synthesize")
+            raise CheckpointError(f"{path}: unknown format_version; update nf4linear, or {_WITHOUT_IT}")
         try:
             record = cls(**value)
             for layer in record.layers.values():
@@ -121,22 +122,22 @@ class SourceRecord:
                     if not (isinstance(key, str) and isinstance(dtype, str) and all(type(s) is int for s in shape)):
                         raise TypeError("tensors must be [key, dtype, shape]")
         except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{path}: damaged ({error}); unpack with --synthesize can do without it") from error
+            raise CheckpointError(f"{path}: damaged ({error}); {_WITHOUT_IT}") from error
         return record
 
 
 class PackedFolder:
     """A packed checkpoint opened for reading; use as a context manager.
 
-    `shapes` gives (out_features, in_features) of each layer; without it they come from nf4linear_source.json, and
-    layers it does not know have an unknown spec.
+    `shapes` gives (out_features, in_features) of each layer, and nf4linear_source.json is not read then; without it
+    they come from that file, and layers it does not know have an unknown spec.
     """
 
     def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
         self.folder = folder
         self.config = read_json(folder / "config.json")
         self.rules = parse_config(self.config, str(folder / "config.json"))
-        self.source = SourceRecord.read(folder / SOURCE_FILE)
+        self.source = SourceRecord.read(folder / SOURCE_FILE) if shapes is None else None
         recorded = {} if self.source is None else self.source.layers
         self._shapes = dict(shapes) if shapes is not None else {n: (r["n"], r["k"]) for n, r in recorded.items()}
         self.checkpoint = Checkpoint(folder)
