@@ -27,6 +27,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "convert.cuh"
 #include "copy.cuh"
 #include "decode.cuh"
@@ -73,11 +75,36 @@ struct Results {
   __device__ __forceinline__ void add(const float* at) {
     each([&](float& v, int i) { v += at[i * WARP]; });
   }
-  __device__ __forceinline__ void put_global(float* at) {
-    each([&](float& v, int i) { __stcg(at + i * WARP, v); });
+
+  // To and from the workspace, CHUNK results of a lane side by side; `slot` holds a row group's results of all lanes.
+  static constexpr int CHUNK = COUNT % 4 == 0 ? 4 : 2;
+  using Chunk = std::conditional_t<CHUNK == 4, float4, float2>;
+
+  __device__ __forceinline__ void put_partial(float* slot, int lane) {
+    float v[COUNT];
+    each([&](float& x, int i) { v[i] = x; });
+#pragma unroll
+    for (int i = 0; i < COUNT; i += CHUNK) {
+      __stcg(reinterpret_cast<Chunk*>(slot + i * WARP) + lane, reinterpret_cast<const Chunk&>(v[i]));
+    }
   }
-  __device__ __forceinline__ void add_global(const float* at) {
-    each([&](float& v, int i) { v += __ldcg(at + i * WARP); });
+
+  // Adds the slots of `slices` slices, `stride` floats apart, in order. Loads of a batch are in flight together.
+  __device__ __forceinline__ void add_partials(const float* slot, int slices, int64_t stride, int lane) {
+    constexpr int BATCH = 64 / COUNT < 8 ? 64 / COUNT : 8;
+    for (int first = 0; first < slices; first += BATCH) {
+      float v[BATCH][COUNT];
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += CHUNK) {
+          const Chunk* from = reinterpret_cast<const Chunk*>(slot + (first + j) * stride + i * WARP) + lane;
+          reinterpret_cast<Chunk&>(v[j][i]) = first + j < slices ? __ldcg(from) : Chunk{};
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) each([&](float& x, int i) { x += v[j][i]; });
+    }
   }
 
   // value += scale * (a * b) for tile row r; scale.x belongs to row g, scale.y to row g + 8.
@@ -172,12 +199,14 @@ struct WarpWalk {
   Sum sum;
 
   template <int S>
-  __device__ __forceinline__ void unit() {
+  __device__ __forceinline__ void unit(bool load_next) {
     const int tile = burst * BURST;
-    scales.decode(weights.scales, tile, work.tiles - 1, lane);
-    uint32_t after = weights.codes[S][BURST - 1][R - 1].x & args.zero;
-    asm volatile("" : "+r"(after));
-    weights.template load<S ^ 1>(args, work, lane, after);
+    scales.decode(weights.scales[S], tile, work.tiles - 1, lane);
+    if (load_next) {
+      uint32_t after = weights.codes[S][BURST - 1][R - 1].x & args.zero;
+      asm volatile("" : "+r"(after));
+      weights.template load<S ^ 1>(args, work, lane, after);
+    }
     __syncwarp();  // the scales are written
 #pragma unroll
     for (int j = 0; j < BURST; ++j) {
@@ -211,7 +240,7 @@ struct WarpWalk {
   __device__ __forceinline__ void finish() {
     const int whole_group = work.first_group + group;
     if (gridDim.y == 1) sum.template store<T>(args, whole_group, lane);
-    else sum.put_global(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP) + lane);
+    else sum.put_partial(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP), lane);
   }
 };
 
@@ -219,23 +248,21 @@ struct WarpWalk {
 template <class T, int R, int TOKENS, int WARPS>
 __device__ __forceinline__ void add_slices(const SmallBatchArgs& a, const BlockWork& work, bool* is_last, int warp,
                                            int lane) {
-  __threadfence();
+  using Sum = Results<R, TOKENS>;
+  const int slices = gridDim.y;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *is_last = atomicAdd(a.arrivals + blockIdx.x, 1u) == gridDim.y - 1;
+    *is_last = atom_add_acq_rel(a.arrivals + blockIdx.x, 1u) == unsigned(slices - 1);
     if (*is_last) a.arrivals[blockIdx.x] = 0;
   }
   __syncthreads();
   if (!*is_last) return;
-  __threadfence();
-  using Sum = Results<R, TOKENS>;
+  constexpr int SLOT = Sum::COUNT * WARP;
   for (int i = warp; i < work.groups; i += WARPS) {
     const int group = work.first_group + i;
     Sum sum;
     sum.clear();
-    for (int slice = 0; slice < int(gridDim.y); ++slice) {
-      sum.add_global(a.partials + (int64_t(slice) * a.groups + group) * (Sum::COUNT * WARP) + lane);
-    }
+    sum.add_partials(a.partials + int64_t(group) * SLOT, slices, int64_t(a.groups) * SLOT, lane);
     sum.template store<T>(a, group, lane);
   }
 }
@@ -250,9 +277,10 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   const BlockWork work(args);
   const int begin = work.units * warp / WARPS, end = work.units * (warp + 1) / WARPS;
 
-  // The first burst goes first: whatever is issued behind it also arrives behind it, and is small.
+  // The first two bursts go first: whatever is issued behind them also arrives behind them, and is small.
   WeightStream<R> weights(args, work, begin, end, lane);
   weights.template load<0>(args, work, lane, 0);
+  weights.template load<1>(args, work, lane, 0);
 
   const bool nested = args.nested_code != nullptr;
   const NestedGroups second(args, work.first_group * R * TILE_ROWS, work.groups * R * TILE_ROWS);
@@ -288,8 +316,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
                                         smem_address(smem), PairTable::lane_address(lane), group, burst, burst != 0};
   walk.sum.clear();
   for (int u = begin; u < end; u += 2) {
-    walk.template unit<0>();
-    if (u + 1 < end) walk.template unit<1>();
+    walk.template unit<0>(u > begin);
+    if (u + 1 < end) walk.template unit<1>(true);
   }
 
   const bool open = walk.burst != 0 && begin < end;  // the stretch ended inside a group

@@ -48,7 +48,7 @@ struct BlockWork {
 template <int R>
 struct WeightStream {
   uint4 codes[2][BURST][R] = {};
-  uint2 scales[R] = {};  // of the burst loaded last: eight codes, or two float32
+  uint2 scales[2][R] = {};  // eight codes, or two float32
   const uint8_t* next_codes;
   const uint8_t* next_scales;
   int64_t row_bytes, wrap_bytes;  // from one tile row to the next; from a group's last burst to the next group's first
@@ -84,7 +84,7 @@ struct WeightStream {
       const int wanted = R == 1 || tile_row + r < a.row_tiles ? tiles : 0;
 #pragma unroll
       for (int j = 0; j < BURST; ++j) ld_stream_if(codes[S][j][r], from + r * row_bytes + j * TILE_BYTES, j < wanted);
-      ld_if(scales[r], next_scales + r * scale_row_bytes + scale_tile, wanted > 0);
+      ld_if(scales[S][r], next_scales + r * scale_row_bytes + scale_tile, wanted > 0);
     }
     --left;
     next_codes += BURST * TILE_BYTES;

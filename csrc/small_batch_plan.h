@@ -79,10 +79,15 @@ inline bool plan_small_batch(const FourBitProblem& p, int shape_index, int slice
   if (groups * k_tiles > INT32_MAX || p.n * p.blocks_per_row > INT32_MAX) return false;
   for (int64_t slice_tiles = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST; slice_tiles > 0; slice_tiles -= BURST) {
     const int64_t cut = ceil_div(k_tiles, slice_tiles);  // no slice is empty
-    int64_t parts = sms / cut < MAX_PARTS ? sms / cut : MAX_PARTS;
-    parts = parts < 1 ? 1 : parts < groups ? parts : groups;
-    const int64_t rows = ceil_div(groups, parts) * shape.row_tiles * TILE_ROWS;
-    const int64_t nested_groups = nested_span(p, rows);
+    const int64_t most_parts = groups < MAX_PARTS ? groups : MAX_PARTS;
+    const auto second_level = [&](int64_t parts) {
+      return nested_span(p, ceil_div(groups, parts) * shape.row_tiles * TILE_ROWS);
+    };
+    int64_t parts = sms / cut < 1 ? 1 : sms / cut;
+    parts = parts < most_parts ? parts : most_parts;
+    // Gigantic weights: more blocks than SMs, rather than more second-level scales than fit.
+    while (second_level(parts) * 4 > shared_limit / 16 && parts < most_parts) ++parts;
+    const int64_t nested_groups = second_level(parts);
     if (nested_groups * 4 > shared_limit) continue;
     const int64_t shared = SmallBatchShared(shape, int(nested_groups), int(slice_tiles)).total;
     if (shared > shared_limit) continue;

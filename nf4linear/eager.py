@@ -22,11 +22,17 @@ MOST_TOKENS = 64
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
     """Whether `x` is an ordinary CUDA or CPU tensor and neither autograd nor any mode has to see the call."""
+    if type(x) is not Tensor:
+        return False
+    if x.is_cuda:
+        device = "cuda"
+    elif x.is_cpu:
+        device = "cpu"
+    else:
+        return False
     return (
-        type(x) is Tensor
-        and (x.is_cuda or x.is_cpu)
-        and not (torch.is_grad_enabled() and (x.requires_grad or (bias is not None and bias.requires_grad)))
-        and not torch.is_autocast_enabled(x.device.type)
+        not ((x.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled())
+        and not torch.is_autocast_enabled(device)
         and torch._C._len_torch_dispatch_stack() == 0
         and torch._C._len_torch_function_stack() == 0
         and not torch._C._are_functorch_transforms_active()
@@ -66,7 +72,7 @@ class BoundWeight:
         x_pointer = x.data_ptr()
         if not 0 < tokens <= MOST_TOKENS or tokens in self._left or x_pointer % 16 or not x.is_contiguous():
             return None
-        if x.get_device() != self._device or torch.cuda.current_device() != self._device:
+        if x.get_device() != self._device or torch._C._cuda_getDevice() != self._device:
             return None
         bias_pointer = None
         if bias is not None:
