@@ -21,7 +21,8 @@ struct DeviceInfo {
   bool wgmma;        // the library holds code for this very GPU that may use it
 };
 
-enum class Engine { nothing, gemm, small_batch, small_wgmma };  // nothing: no tokens; gemm: dequantize, then the framework's
+// nothing: no tokens; gemm: dequantize, then the framework's
+enum class Engine { nothing, gemm, small_batch, small_wgmma };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -54,9 +55,6 @@ constexpr LaunchRow LAUNCH_TABLE[] = {
     {80, 119, 17, 32, ANY, small_batch_shape(1, 32), 0, 32},          // 28672x4096 42.2, 8192x8192 27.2
 };
 
-// Off until the engine has passed its tests on a GPU; the tuning flags reach it anyway.
-constexpr bool SMALL_WGMMA_ENABLED = false;
-
 // Rows for GPUs with wgmma, which come before the others.
 struct WgmmaRow {
   int64_t m_first, m_last;
@@ -68,11 +66,10 @@ struct WgmmaRow {
 // Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k       n * k                 shape                      (the other engine, or another shape)
-    {9, 16, 20'480, 100'000'000, ANY, small_wgmma_shape(16, 1, 2)},  // 8192x28672 50.1 (55.5)
-    {17, 32, 0, 20'000'000, 150'000'000, small_wgmma_shape(32, 2, 2)},  // 6144x4096 13.3 (13.8), 8192x8192 22.6 (26.6)
-    {17, 32, 0, 150'000'000, ANY, small_wgmma_shape(32, 4, 1)},      // 57344x8192 112.4, 8192x28672 62.3 (two groups: 64.2)
-    {33, 64, 0, 0, 40'000'000, small_wgmma_shape(64, 2, 2)},         // 4096x4096 13.2 (one accumulator: 13.6)
-    {33, 64, 0, 40'000'000, ANY, small_wgmma_shape(64, 2, 1)},       // 28672x4096 43.0 (two: 44.3)
+    {9, 16, 20'480, 100'000'000, ANY, small_wgmma_shape(16, 1, 2)},     // 8192x28672 51.9 (55.5)
+    {17, 32, 0, 15'000'000, 100'000'000, small_wgmma_shape(32, 2, 2)},  // 4096x4096 11.2 (11.7), 8192x8192 22.5 (23.3)
+    {17, 32, 0, 100'000'000, ANY, small_wgmma_shape(32, 4, 1)},         // 28672x4096 34.9 (35.9), 57344x8192 109.5 (119)
+    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2, 2)},           // 4096x4096 13.4 (20.9), 1024x4096 11.0 (10.9)
 };
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
@@ -161,7 +158,7 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!SMALL_WGMMA_ENABLED || !picker.from_wgmma_table()) {
+  } else if (!picker.from_wgmma_table()) {
     picker.from_launch_table();
   }
   return launch;
