@@ -11,10 +11,12 @@ struct BatchKernel {
   using Element = typename Math::Element;
   using Vec = typename Isa::Vec;
   // result[M][16] = scaled sums of a strip over all of its tiles
-  using SumStrip = void (*)(const Tiling& tiling, const uint8_t* tiles, const float* scales, const Element* x, float* result);
+  using SumStrip = void (*)(const Tiling& tiling, const uint8_t* tiles, const float* scales, const Element* x,
+                            float* result);
 
   template <int M>
-  static void sum_strip(const Tiling& tiling, const uint8_t* tiles, const float* scales, const Element* x, float* result) {
+  static void sum_strip(const Tiling& tiling, const uint8_t* tiles, const float* scales, const Element* x,
+                        float* result) {
     // A sum waits for the product before it: with few rows of x, two sums each keep the multipliers busy.
     constexpr int CHAINS = M <= 4 ? 2 : 1;
     for (int m = 0; m < M; ++m) Isa::store(result + m * LANES, Isa::zero());
@@ -63,13 +65,15 @@ class Batch {
 
   int run() {
     const int64_t slabs = tiling_.slabs();
-    packed_ = static_cast<Element*>(scratch(Scratch::PACKED_X, slabs * (SLAB_K / Math::K_STEP) * a_.m * sizeof(Element)));
+    packed_ =
+        static_cast<Element*>(scratch(Scratch::PACKED_X, slabs * (SLAB_K / Math::K_STEP) * a_.m * sizeof(Element)));
     if (!packed_) return NF4L_USE_GEMM;
     const RowBlocks one_block = RowBlocks::of(a_.m, static_cast<int>(a_.m));
     pack_rows<Math>(static_cast<const T*>(a_.x), a_.x_stride, w_.k, one_block, 0, slabs, packed_);
     const SumStrip sum_strip = BatchKernel<Isa, Math, Format>::of(a_.m);
     const int64_t grain = pieces(tiling_.strips, threads_);
-    parallel_for(tiling_.strips, grain, threads_, [this, sum_strip](int64_t begin, int64_t end) { run_strips(sum_strip, begin, end); });
+    parallel_for(tiling_.strips, grain, threads_,
+                 [this, sum_strip](int64_t begin, int64_t end) { run_strips(sum_strip, begin, end); });
     return short_of_memory_ ? NF4L_USE_GEMM : NF4L_OK;
   }
 

@@ -35,8 +35,8 @@ struct Bf16Math {
   using Operand = __m512i;
   static constexpr int K_STEP = 2;
   static constexpr int GROUP = 4;  // steps
-  // Rows of x from which on dequantize + torch's GEMM is no slower. 4096 x 4096, 2048 rows, 2 threads of Zen 4: NF4 194 ms
-  // here and 198 ms there, W8 203 and 196; at 512 rows 45 and 59, 46 and 60.
+  // Rows of x from which on dequantize + torch's GEMM is no slower. 4096 x 4096, 2048 rows, 2 threads of Zen 4: NF4 194
+  // ms here and 198 ms there, W8 203 and 196; at 512 rows 45 and 59, 46 and 60.
   static constexpr int64_t MOST_ROWS = 2048;
 
   // Calls body(group, STEP(), weights of 16 rows) for every two inputs of a tile, steps GROUP * group + STEP.

@@ -45,10 +45,14 @@ inline constexpr bool IS_4BIT = Format::FORMAT == NF4L_NF4 || Format::FORMAT == 
 template <class Body>
 auto with_format(int32_t format, const Body& body) {
   switch (format) {
-    case NF4L_NF4: return body(Nf4());
-    case NF4L_FP4: return body(Fp4());
-    case NF4L_W8_S8: return body(W8S8());
-    default: return body(W8U8());
+    case NF4L_NF4:
+      return body(Nf4());
+    case NF4L_FP4:
+      return body(Fp4());
+    case NF4L_W8_S8:
+      return body(W8S8());
+    default:
+      return body(W8U8());
   }
 }
 
@@ -56,9 +60,12 @@ auto with_format(int32_t format, const Body& body) {
 template <class Body>
 auto with_dtype(int32_t dtype, const Body& body) {
   switch (dtype) {
-    case NF4L_F32: return body(float());
-    case NF4L_F16: return body(Half());
-    default: return body(Bf16());
+    case NF4L_F32:
+      return body(float());
+    case NF4L_F16:
+      return body(Half());
+    default:
+      return body(Bf16());
   }
 }
 

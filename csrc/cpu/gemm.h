@@ -1,12 +1,14 @@
-// y = x W^T + bias for any M: each slab (64 inputs) is decoded once into a small panel and multiplied with all rows of x.
+// y = x W^T + bias for any M: each slab (64 inputs) is decoded once into a small panel and multiplied with all rows of
+// x.
 //
 // A panel is PANEL strips x one slab, decoded with rows in lanes and without its scales (for NF4 that is exact, and
-// for bfloat16 products it needs one rounding of the 16 centroids instead of one of every weight). The micro-kernel sums a slab's
-// products in registers and then adds scale * sum to the running result in float32.
+// for bfloat16 products it needs one rounding of the 16 centroids instead of one of every weight). The micro-kernel
+// sums a slab's products in registers and then adds scale * sum to the running result in float32.
 //
 // A Math says how products are formed: F32Math multiplies float32 (every level), a Bf16Math pairs of bfloat16 values.
 //   Element, K_STEP      what one lane of the panel and one packed x hold: K_STEP inputs in 4 bytes
-//   for_each_step<Format>(tile, body)    decodes: body(group, STEP(), Operand of 16 rows) for each K_STEP inputs of a tile,
+//   for_each_step<Format>(tile, body)    decodes: body(group, STEP(), Operand of 16 rows) for each K_STEP inputs of a
+//   tile,
 //                        step GROUP * group + STEP; STEP is an integral_constant
 //   pack(x, valid)       one Element from `valid` of K_STEP inputs of x
 //   output_factor<Format>()    what the result still has to be multiplied with
@@ -16,7 +18,8 @@ namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
 // result[MR][PANEL][16] += scales[PANEL][16] * (panel . x) over one slab.
 template <class Isa, class Math, int MR>
-void multiply_panel(const typename Math::Element* panel, const typename Math::Element* x, int steps, const float* const* scales, float* result) {
+void multiply_panel(const typename Math::Element* panel, const typename Math::Element* x, int steps,
+                    const float* const* scales, float* result) {
   using Vec = typename Isa::Vec;
   constexpr int PANEL = Isa::PANEL;
   Vec sum[MR][PANEL];
@@ -142,7 +145,8 @@ class Gemm {
       for (int i = 0; i < count; ++i) {
         for (int p = 0; p < PANEL; ++p) {
           for (int t = 0; t < tiles; ++t)
-            decode(panels[i].tiles[p] + (kt + t) * TILE_BYTES, panels[i].decoded + (t * tile_steps * PANEL + p) * LANES);
+            decode(panels[i].tiles[p] + (kt + t) * TILE_BYTES,
+                   panels[i].decoded + (t * tile_steps * PANEL + p) * LANES);
           scales[i][p] = panels[i].scales[p] + (kt >> tiling_.scale_shift) * LANES;
         }
       }
@@ -151,7 +155,8 @@ class Gemm {
         const int64_t row = blocks_.start_of(b);
         const auto kernel = kernels[blocks_.rows_of(b) - 1];
         for (int i = 0; i < count; ++i)
-          kernel(panels[i].decoded, x + row * STEPS, tiles * tile_steps, scales[i], panels[i].result + row * PANEL * LANES);
+          kernel(panels[i].decoded, x + row * STEPS, tiles * tile_steps, scales[i],
+                 panels[i].result + row * PANEL * LANES);
       }
     }
   }

@@ -5,7 +5,8 @@ namespace nf4l::cpu::NF4L_CPU_LEVEL {
 struct Avx2 : Portable {
   static constexpr int GROUP = 4;  // inputs decoded together
   static constexpr int PANEL = 1;
-  static constexpr int64_t MOST_ROWS = INT64_MAX;  // 256 rows, torch held to AVX2: float32 44 ms here, 95 there; bfloat16 43, 209
+  static constexpr int64_t MOST_ROWS =
+      INT64_MAX;                    // 256 rows, torch held to AVX2: float32 44 ms here, 95 there; bfloat16 43, 209
   static constexpr int MAX_MR = 6;  // 12 sums, one panel vector of two registers
   static constexpr int MAX_IN_REGISTERS = 4;
 
@@ -119,7 +120,8 @@ struct Avx2 : Portable {
 
   // The same for 8 bit: byte i of half j of column[c][e] is row i, input 8 c + 2 t + 2 j + e.
   static void transpose_half8(const uint8_t* rows, __m256i column[4][2]) {
-    const __m256i even_then_odd = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const __m128i evens = _mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
+    const __m256i even_then_odd = _mm256_broadcastsi128_si256(evens);
     __m256i quad[2][4];
     for (int i = 0; i < 2; ++i) {
       __m256i v[4];
@@ -132,7 +134,8 @@ struct Avx2 : Portable {
       quad[i][3] = _mm256_unpackhi_epi64(b, d);
     }
     for (int c = 0; c < 4; ++c) {
-      const __m256i first = _mm256_shuffle_epi8(quad[0][c], even_then_odd), second = _mm256_shuffle_epi8(quad[1][c], even_then_odd);
+      const __m256i first = _mm256_shuffle_epi8(quad[0][c], even_then_odd);
+      const __m256i second = _mm256_shuffle_epi8(quad[1][c], even_then_odd);
       column[c][0] = _mm256_unpacklo_epi64(first, second);
       column[c][1] = _mm256_unpackhi_epi64(first, second);
     }

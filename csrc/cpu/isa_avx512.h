@@ -9,8 +9,8 @@ struct Avx512 {
   static constexpr int GROUP = 8;  // inputs decoded together
   static constexpr int PANEL = 2;
   static constexpr int64_t MOST_ROWS = INT64_MAX;  // float32 x; 2048 rows: 373 ms here, 432 ms dequantize + torch
-  static constexpr int MAX_MR = 12;      // 24 sums, two panel vectors
-  static constexpr int MAX_IN_REGISTERS = 16;  // rows of x for which batch.h decodes without a panel
+  static constexpr int MAX_MR = 12;                // 24 sums, two panel vectors
+  static constexpr int MAX_IN_REGISTERS = 16;      // rows of x for which batch.h decodes without a panel
 
   using Vec = __m512;
   static Vec zero() { return _mm512_setzero_ps(); }
@@ -39,14 +39,16 @@ struct Avx512 {
 
   static __m512i look_up_plane(const uint8_t* plane, __m512i codes, __mmask64 upper) {
     const __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(plane), codes, _mm512_load_si512(plane + 64));
-    const __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(plane + 128), codes, _mm512_load_si512(plane + 192));
+    const __m512i high =
+        _mm512_permutex2var_epi8(_mm512_load_si512(plane + 128), codes, _mm512_load_si512(plane + 192));
     return _mm512_mask_mov_epi8(low, upper, high);
   }
 
   // 64 codes of absmax_q: byte 4 i + j is lane i of block j; out is [4][16].
   static void look_up_scale_codes(const NestedCode& nested, const uint8_t* codes, float* out) {
     // Within 128-bit lanes, four lanes of one block become neighbours: the order that interleaving the planes keeps.
-    const __m512i by_block = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    const __m512i by_block =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
     const __m512i c = _mm512_shuffle_epi8(_mm512_loadu_si512(codes), by_block);
     const __mmask64 upper = _mm512_movepi8_mask(c);
     const __m512i p0 = look_up_plane(nested.plane[0], c, upper), p1 = look_up_plane(nested.plane[1], c, upper);
@@ -84,7 +86,8 @@ struct Avx512 {
   static __m512i widen_code(__m512i column) {
 #if defined(__AVX512VBMI__)
     const __m512i byte = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i index = _mm512_add_epi8(_mm512_mullo_epi32(byte, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi8(16 * T));
+    const __m512i index =
+        _mm512_add_epi8(_mm512_mullo_epi32(byte, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi8(16 * T));
     return _mm512_permutexvar_epi8(index, column);
 #else
     return widen<T>(column);
@@ -113,7 +116,8 @@ struct Avx512 {
 
   // An 8-bit tile with its rows in lanes: byte 16 t + i of column[c][e] belongs to lane i, input 8 c + 2 t + e.
   static void transpose_tile8(const uint8_t* tile, __m512i column[4][2]) {
-    const __m512i even_then_odd = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
+    const __m512i even_then_odd =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15));
     __m512i half[2][4];
     for (int i = 0; i < 2; ++i) {
       __m512i v[4];
@@ -126,14 +130,15 @@ struct Avx512 {
       half[i][3] = _mm512_unpackhi_epi64(b, d);
     }
     for (int c = 0; c < 4; ++c) {
-      const __m512i first = _mm512_shuffle_epi8(half[0][c], even_then_odd), second = _mm512_shuffle_epi8(half[1][c], even_then_odd);
+      const __m512i first = _mm512_shuffle_epi8(half[0][c], even_then_odd);
+      const __m512i second = _mm512_shuffle_epi8(half[1][c], even_then_odd);
       column[c][0] = _mm512_unpacklo_epi64(first, second);
       column[c][1] = _mm512_unpackhi_epi64(first, second);
     }
   }
 
-  // Calls body(group, K(), codes) for K = 0, 2, 4, 6: the low byte of each lane holds input 8 * group + K of a row in its
-  // high nibble and the next in its low one. K is an integral_constant, so that addresses fold.
+  // Calls body(group, K(), codes) for K = 0, 2, 4, 6: the low byte of each lane holds input 8 * group + K of a row in
+  // its high nibble and the next in its low one. K is an integral_constant, so that addresses fold.
   template <class Body>
   static void for_each_pair4(const uint8_t* tile, const Body& body) {
     __m512i column[8];
@@ -183,7 +188,9 @@ struct Avx512 {
     }
   }
 
-  static __mmask16 first_lanes(int64_t count) { return count < 16 ? static_cast<__mmask16>((1u << count) - 1) : 0xffff; }
+  static __mmask16 first_lanes(int64_t count) {
+    return count < 16 ? static_cast<__mmask16>((1u << count) - 1) : 0xffff;
+  }
 
   static void store_16(float* out, Vec v, __mmask16 lanes) { _mm512_mask_storeu_ps(out, lanes, v); }
   static void store_16(Half* out, Vec v, __mmask16 lanes) {
@@ -227,7 +234,8 @@ struct Avx512 {
   }
 
   template <class Format, class T>
-  static void dequantize_tile8(const uint8_t* tile, const float* first, float second, T* out, int64_t ld, int rows, int inputs) {
+  static void dequantize_tile8(const uint8_t* tile, const float* first, float second, T* out, int64_t ld, int rows,
+                               int inputs) {
     // Lane i gets input 16 s + i of a row: from 32-bit word 4 t + 2 s + u, byte 2 h + e.
     const __m512i word = _mm512_setr_epi32(0, 0, 4, 4, 8, 8, 12, 12, 1, 1, 5, 5, 9, 9, 13, 13);
     const __m512i shift = _mm512_setr_epi32(0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8, 0, 8);

@@ -16,8 +16,8 @@ void store_lanes(T* y, const float* lanes, float factor, const T* bias, int coun
 struct Portable {
   static constexpr int GROUP = 2;  // inputs decoded together
   static constexpr int PANEL = 1;
-  // Rows of x from which on dequantize + torch's GEMM is no slower: 4096 x 4096, 64 rows of bfloat16, 2 threads of Zen 4:
-  // 32 ms here and 31 ms there; at 16 rows 10 and 28.
+  // Rows of x from which on dequantize + torch's GEMM is no slower: 4096 x 4096, 64 rows of bfloat16, 2 threads of Zen
+  // 4: 32 ms here and 31 ms there; at 16 rows 10 and 28.
   static constexpr int64_t MOST_ROWS = 64;
   static constexpr int MAX_MR = 3;
   static constexpr int MAX_IN_REGISTERS = 2;
@@ -106,7 +106,8 @@ struct Portable {
 
   // The same for 8 bit: `inputs` values of each row, times first (lane order), times second.
   template <class Format, class T>
-  static void dequantize_tile8(const uint8_t* tile, const float* first, float second, T* out, int64_t ld, int rows, int inputs) {
+  static void dequantize_tile8(const uint8_t* tile, const float* first, float second, T* out, int64_t ld, int rows,
+                               int inputs) {
     for (int r = 0; r < rows; ++r)
       for (int k = 0; k < inputs; ++k) {
         const float value = static_cast<float>(tile[tile16x32_byte(r, k, TILE_K8)] - Format::BIAS);
@@ -117,7 +118,8 @@ struct Portable {
   // `count` flat 4-bit values, from a high nibble on, times one scale.
   template <class Format, class T>
   static void dequantize_run(const uint8_t* codes, float scale, T* out, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(CENTROID_PAIRS<Format>.value[codes[i / 2]][i % 2] * scale);
+    for (int64_t i = 0; i < count; ++i)
+      out[i] = from_float<T>(CENTROID_PAIRS<Format>.value[codes[i / 2]][i % 2] * scale);
   }
 
   // y[row] = sums * factor + bias for the first `count` rows of a strip.

@@ -1,8 +1,8 @@
 // An instruction-set level: one set of kernels compiled for it, behind two function pointers.
 //
-// Every level_*.cpp includes the same kernel headers in a namespace of its own (NF4L_CPU_LEVEL), compiled with the flags
-// of that level. Nothing of those headers may leave that namespace: an inline function shared by two levels would be
-// merged by the linker, and the portable level could end up running AVX-512 code.
+// Every level_*.cpp includes the same kernel headers in a namespace of its own (NF4L_CPU_LEVEL), compiled with the
+// flags of that level. Nothing of those headers may leave that namespace: an inline function shared by two levels would
+// be merged by the linker, and the portable level could end up running AVX-512 code.
 #ifndef NF4LINEAR_CPU_LEVEL_H
 #define NF4LINEAR_CPU_LEVEL_H
 

@@ -21,9 +21,9 @@
 namespace nf4l::cpu {
 
 static bool supported() {
-  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") &&
-         __builtin_cpu_supports("fma");
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("fma");
 }
 
 const Level AVX512_LEVEL = {"avx512", supported, avx512::linear, avx512::dequantize<avx512::Avx512>};

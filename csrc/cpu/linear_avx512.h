@@ -7,9 +7,11 @@ int linear_avx512(const nf4l_weight& w, const nf4l_linear_args& a, int threads) 
   if (a.m == 1) {
     if constexpr (!IS_4BIT<Format>) return Gemv<Decoder8F32<Format>, T>(w, a, threads).run();
 #if defined(__AVX512BF16__)
-    else if constexpr (std::is_same_v<T, Bf16>) return Gemv<Decoder4Bf16<Format>, T>(w, a, threads).run();
+    else if constexpr (std::is_same_v<T, Bf16>)
+      return Gemv<Decoder4Bf16<Format>, T>(w, a, threads).run();
 #endif
-    else return Gemv<Decoder4F32<Format>, T>(w, a, threads).run();
+    else
+      return Gemv<Decoder4F32<Format>, T>(w, a, threads).run();
   }
 #if defined(__AVX512BF16__)
   if constexpr (std::is_same_v<T, Bf16>) return run_batch<Avx512, Bf16Math, Format, T>(w, a, threads);
@@ -19,7 +21,8 @@ int linear_avx512(const nf4l_weight& w, const nf4l_linear_args& a, int threads) 
 
 inline int linear(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {
   return with_dtype(a.dtype, [&](auto element) {
-    return with_format(w.format, [&](auto format) { return linear_avx512<decltype(format), decltype(element)>(w, a, threads); });
+    return with_format(w.format,
+                       [&](auto format) { return linear_avx512<decltype(format), decltype(element)>(w, a, threads); });
   });
 }
 

@@ -41,7 +41,8 @@ void pack_rows(const T* x, int64_t stride, int64_t k, const RowBlocks& blocks, i
   }
 }
 
-// y[first_row + r][rows of a strip] = result[r * stride ..] * factor + bias for `rows` rows of x; a strip beyond n is none.
+// y[first_row + r][rows of a strip] = result[r * stride ..] * factor + bias for `rows` rows of x; a strip beyond n is
+// none.
 template <class Isa, class T>
 void store_strip(const nf4l_weight& w, const nf4l_linear_args& a, int64_t strip, int64_t first_row, int64_t rows,
                  const float* result, int64_t stride, float factor) {
@@ -50,11 +51,14 @@ void store_strip(const nf4l_weight& w, const nf4l_linear_args& a, int64_t strip,
   const int count = static_cast<int>(w.n - n < LANES ? w.n - n : LANES);
   const T* bias = a.bias ? static_cast<const T*>(a.bias) + n : nullptr;
   for (int64_t r = 0; r < rows; ++r)
-    Isa::store_rows(static_cast<T*>(a.y) + (first_row + r) * w.n + n, Isa::load(result + r * stride), factor, bias, count);
+    Isa::store_rows(static_cast<T*>(a.y) + (first_row + r) * w.n + n, Isa::load(result + r * stride), factor, bias,
+                    count);
 }
 
 // Strips a piece of a parallel loop: a few pieces a thread, so that one that is held up does not hold up the call.
-inline int64_t pieces(int64_t strips, int threads) { return ceil_div(strips, int64_t{8} * (threads > 0 ? threads : 1)); }
+inline int64_t pieces(int64_t strips, int threads) {
+  return ceil_div(strips, int64_t{8} * (threads > 0 ? threads : 1));
+}
 
 // How far ahead of their use weights are asked for.
 constexpr int PREFETCH_BYTES = 4096;

@@ -1,6 +1,7 @@
 // Shape of a tiled weight, and the float32 scales of one strip (16 rows, all of K) in lane order.
 //
-// Lane i = 2 g + h of a 16-vector holds row g + 8 h of its tile: the order in which scales are stored and tiles decoded.
+// Lane i = 2 g + h of a 16-vector holds row g + 8 h of its tile: the order in which scales are stored and tiles
+// decoded.
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
@@ -16,10 +17,10 @@ using Constant = std::integral_constant<int, N>;
 constexpr int SLAB_K = 64;
 
 struct Tiling {
-  int64_t strips;    // of 16 rows
-  int64_t k_tiles;   // a strip
-  int tile_k;        // inputs a tile
-  int scale_shift;   // tile kt uses scale vector kt >> scale_shift of its strip
+  int64_t strips;         // of 16 rows
+  int64_t k_tiles;        // a strip
+  int tile_k;             // inputs a tile
+  int scale_shift;        // tile kt uses scale vector kt >> scale_shift of its strip
   int64_t scale_vectors;  // room that strip_scales() needs, in 16-vectors
 
   int slab_tiles() const { return SLAB_K / tile_k; }

@@ -1,6 +1,6 @@
 // The CPU library over many shapes, each buffer exactly as large as the format says: built with sanitizers (see
-// run_sanitizers.sh), it finds reads and writes outside them. Results are compared with a scalar decode by csrc/layout.h.
-// Prints one line a level; exits with 1 at the first wrong result.
+// run_sanitizers.sh), it finds reads and writes outside them. Results are compared with a scalar decode by
+// csrc/layout.h. Prints one line a level; exits with 1 at the first wrong result.
 #include <math.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -155,7 +155,8 @@ void check_dequantize(const Weight& t, int dtype) {
   if (nf4l_cpu_dequantize(&t.w, dtype, out.data, 2)) fail(t, "dequantize status", 0, dtype);
   const float tolerance = dtype == NF4L_F32 ? 0.0f : dtype == NF4L_F16 ? 0x1p-11f : 0x1p-8f;
   for (int64_t i = 0; i < t.w.n * t.w.k; ++i)
-    if (fabsf(load(out.data, i, dtype) - t.exact[i]) > tolerance * fabsf(t.exact[i]) + (dtype == NF4L_F16 ? 0x1p-25f : 0.0f))
+    if (fabsf(load(out.data, i, dtype) - t.exact[i]) >
+        tolerance * fabsf(t.exact[i]) + (dtype == NF4L_F16 ? 0x1p-25f : 0.0f))
       fail(t, "dequantize", 0, dtype);
 }
 
@@ -198,7 +199,8 @@ struct Shape {
 }  // namespace
 
 int main() {
-  const Shape shapes[] = {{1, 64}, {16, 128}, {17, 192}, {48, 320}, {35, 576}, {20, 2752}, {3, 50}, {7, 33}, {1, 1}, {66, 96}};
+  const Shape shapes[] = {{1, 64},    {16, 128}, {17, 192}, {48, 320}, {35, 576},
+                          {20, 2752}, {3, 50},   {7, 33},   {1, 1},    {66, 96}};
   const int64_t rows[] = {1, 2, 3, 8, 16, 17, 26};
   const int dtypes[] = {NF4L_F32, NF4L_F16, NF4L_BF16};
   int cases = 0;
