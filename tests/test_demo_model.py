@@ -127,7 +127,10 @@ print(json.dumps(model.generate(**inputs, max_new_tokens=24, do_sample=False)[0]
 
 @pytest.mark.parametrize(("dtype", "reference"), [("float32", "exact"), ("bfloat16", "nf4linear")])
 def test_from_pretrained_in_a_new_process_gives_the_same_tokens(demo_folders, demo_packed, dtype, reference):
-    run = subprocess.run([sys.executable, "-c", NEW_PROCESS, demo_packed, dtype], capture_output=True, text=True)
+    # "-c" puts the working folder first on the path: it must be the one that this process imports from.
+    home = Path(nf4linear.__file__).parents[1]
+    call = [sys.executable, "-c", NEW_PROCESS, demo_packed, dtype]
+    run = subprocess.run(call, capture_output=True, text=True, cwd=home)
     assert run.returncode == 0, run.stderr
     inputs = AutoTokenizer.from_pretrained(demo_packed)("The White Rabbit", return_tensors="pt")
     expected = load(demo_folders[1], reference, dtype).generate(**inputs, max_new_tokens=24, do_sample=False)
