@@ -20,6 +20,13 @@ __device__ __forceinline__ uint32_t ld_shared_table(uint32_t address) {
   return v;
 }
 
+// The same number, which no later instruction with an address made from it may be moved in front of.
+__device__ __forceinline__ uint32_t mov_in_order(uint32_t v) {
+  uint32_t same;
+  asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(v) : "memory");
+  return same;
+}
+
 // Loads that stay where they stand, in order.
 __device__ __forceinline__ uint32_t ld_shared_u8(uint32_t address) {
   uint32_t v;
@@ -75,8 +82,6 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-__device__ __forceinline__ void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
 
 // A flag in global memory between blocks: what its writer did before is seen by whoever reads the new value.
 __device__ __forceinline__ void st_release_gpu(unsigned* p, unsigned v) {

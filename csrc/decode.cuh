@@ -60,11 +60,7 @@ struct PairTable {
   }
 
   // 4 * lane, to be taken after the barrier: look-ups are not volatile and may not be moved before it.
-  __device__ __forceinline__ static uint32_t lane_address(int lane) {
-    uint32_t address;
-    asm volatile("mov.b32 %0, %1;" : "=r"(address) : "r"(4 * lane) : "memory");
-    return address;
-  }
+  __device__ __forceinline__ static uint32_t lane_address(int lane) { return mov_in_order(4 * lane); }
 
   // The pair of byte `i` of `word`.
   __device__ __forceinline__ static uint32_t decode(uint32_t base, uint32_t word, uint32_t lane_address, int i) {

@@ -38,6 +38,7 @@ struct LaunchRow {
   int64_t slice_tiles;     // tiles of a slice beyond that
 };
 
+// Figures are those of the experiment that the engine was made from (docs/kernel-log.md).
 // GPUs with 99 KB of shared memory a block (86, 89, 120) keep to one row tile, whose tails are smaller; their rows, and
 // those of 80 and 100, are set by the same arithmetic and not measured.
 constexpr LaunchRow LAUNCH_TABLE[] = {

@@ -112,21 +112,29 @@ struct Activations {
     chunk = (lane / 8 ^ lane % 8) * 16;
   }
 
-  // Zeros beyond the slice's last tile and the last token.
+  // Zeros beyond the slice's last tile and the last token. Each thread has its place in a tile and goes from tile to tile:
+  // with dependent launches nothing else happens meanwhile, so the loop is three instructions a copy.
   __device__ __forceinline__ static void load_async(const SmallBatchArgs& a, const BlockWork& work, uint32_t smem) {
-    const char* x = a.x + int64_t(work.first_tile) * 128;
+    const char* from = a.x + int64_t(work.first_tile) * 128;
     const int tiles = work.bursts * BURST;
     if constexpr (TOKENS == 1) {
-      for (int i = threadIdx.x; i < tiles * 32; i += THREADS) {  // word i: a pair of inputs of k16 step s
-        const int tile = i / 32, s = i / 8 % 4, half = i / 4 % 2, t = i % 4;
-        cp_async_4(smem + tile * 128 + s / 2 * 64 + t * 16 + s % 2 * 8 + half * 4, x + i * 4, tile < work.tiles);
+      constexpr int STEP = THREADS / WARP;  // tiles; lane l copies its word l, a pair of inputs of k16 step s
+      const int first = threadIdx.x / WARP, l = threadIdx.x % WARP;
+      const int s = l / 8, half = l / 4 % 2, t = l % 4;
+      from += first * 128 + l * 4;
+      uint32_t to = smem + first * 128 + s / 2 * 64 + t * 16 + s % 2 * 8 + half * 4;
+      for (int tile = first; tile < tiles; tile += STEP, from += STEP * 128, to += STEP * 128) {
+        cp_async_4(to, from, tile < work.tiles);
       }
     } else {
-      for (int i = threadIdx.x; i < tiles * TOKENS * 8; i += THREADS) {
-        const int c = i % 8, token = i / 8 % TOKENS, tile = i / 8 / TOKENS;
-        const bool exists = token < a.m && tile < work.tiles;
-        const int64_t from = exists ? token * a.x_row_bytes + tile * 128 + c * 16 : 0;
-        cp_async_16(smem + tile * TILE + token * 128 + (c ^ token % 8) * 16, x + from, exists);
+      constexpr int STEP = THREADS / 8 / TOKENS;  // tiles; eight threads copy a row of 128 bytes
+      static_assert(STEP > 0 && THREADS / 8 % TOKENS == 0, "all rows of a tile at once");
+      const int c = threadIdx.x % 8, token = threadIdx.x / 8 % TOKENS, first = threadIdx.x / 8 / TOKENS;
+      const bool exists = token < a.m;
+      from += (exists ? token * a.x_row_bytes : 0) + first * 128 + c * 16;
+      uint32_t to = smem + first * TILE + token * 128 + (c ^ token % 8) * 16;
+      for (int tile = first; tile < tiles; tile += STEP, from += STEP * 128, to += STEP * TILE) {
+        cp_async_16(to, from, exists && tile < work.tiles);
       }
     }
   }

@@ -17,8 +17,8 @@ from .formats import FourBitSpec, dynamic_map
 
 # Twice the relative error, in the Frobenius norm, that rounding the codebook and the output to the dtype gives.
 TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Ragged in rows and in inputs; one number of tokens for each kind of kernel.
-SPEC = FourBitSpec("nf4", 200, 1088)
+# Ragged in rows and in inputs; and few rows, whose inputs are cut into slices. One number of tokens for each kernel.
+SPECS = (FourBitSpec("nf4", 200, 1088), FourBitSpec("nf4", 40, 4096))
 TOKENS = (1, 5, 12, 24, 48)
 
 _verdicts: dict[tuple[int, torch.dtype], bool] = {}
@@ -43,7 +43,7 @@ def fused_allowed(library: native.CudaLibrary, device: int, dtype: torch.dtype) 
 
 def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype) -> bool:
     with torch.no_grad(), torch.cuda.device(device):
-        worst = max(_error(library, device, dtype, tokens) for tokens in TOKENS)
+        worst = max(_error(library, spec, device, dtype, tokens) for spec in SPECS for tokens in TOKENS)
     if worst <= TOLERANCES[dtype]:
         return True
     warnings.warn(
@@ -55,15 +55,15 @@ def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype) -> bool
     return False
 
 
-def _error(library: native.CudaLibrary, device: int, dtype: torch.dtype, tokens: int) -> float:
+def _error(library: native.CudaLibrary, spec: FourBitSpec, device: int, dtype: torch.dtype, tokens: int) -> float:
     """Relative error of the fused product, 0 where this size has no fused kernel; infinite if it holds a NaN."""
-    weight, tensors = _random_weight(device)
+    weight, tensors = _random_weight(spec, device)
     generator = torch.Generator(f"cuda:{device}").manual_seed(tokens)
-    x = torch.randn(tokens, SPEC.k, device=f"cuda:{device}", generator=generator).to(dtype)
-    got = torch.full((tokens, SPEC.n), torch.nan, device=x.device, dtype=dtype)
+    x = torch.randn(tokens, spec.k, device=f"cuda:{device}", generator=generator).to(dtype)
+    got = torch.full((tokens, spec.n), torch.nan, device=x.device, dtype=dtype)
     if not library.linear(weight, x, None, got):
         return 0.0
-    dense = torch.empty(SPEC.n, SPEC.k, device=x.device)
+    dense = torch.empty(spec.n, spec.k, device=x.device)
     library.dequantize(weight, dense)
     want = x.double() @ dense.double().T
     error = float((got.double() - want).norm() / want.norm())
@@ -71,10 +71,10 @@ def _error(library: native.CudaLibrary, device: int, dtype: torch.dtype, tokens:
     return error if error == error else torch.inf
 
 
-def _random_weight(device: int) -> tuple[native.Weight, list[Tensor]]:
+def _random_weight(spec: FourBitSpec, device: int) -> tuple[native.Weight, list[Tensor]]:
     """A packed weight of random codes, and the tensors that its struct points to."""
     generator = torch.Generator(f"cuda:{device}").manual_seed(0)
-    packed = SPEC.packed_tensors()
+    packed = spec.packed_tensors()
     where = {"device": f"cuda:{device}", "generator": generator}
     qweight, scales = (
         torch.randint(0, 256, packed[name].shape, dtype=torch.uint8, **where) for name in ("qweight", "absmax_q")
@@ -82,4 +82,4 @@ def _random_weight(device: int) -> tuple[native.Weight, list[Tensor]]:
     nested_code = torch.tensor(dynamic_map(), device=where["device"])
     nested_absmax = torch.rand(packed["nested_absmax"].shape, **where) * 0.01 + 0.01
     tensors = [qweight, scales, nested_code, nested_absmax, torch.full((), 0.05, device=where["device"])]
-    return native.describe_weight(SPEC, *tensors), tensors
+    return native.describe_weight(spec, *tensors), tensors

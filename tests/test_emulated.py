@@ -1,0 +1,92 @@
+"""The small-batch kernel itself on the CPU, without a GPU: csrc/small_batch.cuh compiled for the host.
+
+tests/emulate/ stands in for CUDA: threads are fibers, warp instructions exchange values between them, and the two
+headers that wrap PTX (copy.cuh, mma_sm80.cuh) are replaced. All the rest is the product's code, so indices, ragged
+ends, shards, slices and sums are checked against a float64 product made by layout.h's maps, and reads outside of a
+tensor are caught. Timing, races and the instructions themselves are left to the GPU tests.
+"""
+
+import random
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+EMULATE = Path(__file__).parent / "emulate"
+CSRC = Path(__file__).parents[1] / "csrc"
+COMPILER = shutil.which("g++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
+
+# (row tiles, tokens) of SMALL_BATCH_SHAPES in csrc/small_batch_plan.h.
+SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
+# n, k, blocksize: fewer tiles than a burst, ragged bursts, ragged rows, repeated scales.
+SIZES = ((48, 192, 64), (5, 64, 64), (100, 576, 64), (33, 1088, 64), (200, 640, 128), (70, 1024, 1024))
+
+
+def compile_kernel(folder: Path, changes: dict[str, tuple[str, str]] | None = None) -> Path:
+    """The test program, from a copy of csrc in which `changes` (file -> old, new text) are made first."""
+    for source in (*CSRC.glob("*.h"), *CSRC.glob("*.cuh"), *EMULATE.iterdir()):
+        shutil.copy(source, folder)
+    for name, (old, new) in (changes or {}).items():
+        text = (folder / name).read_text()
+        assert old in text, (name, old)
+        (folder / name).write_text(text.replace(old, new))
+    program = folder / "small_batch"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", f"-I{folder}"]
+    subprocess.run([COMPILER, *flags, str(folder / "small_batch.cpp"), "-o", str(program)], check=True)
+    return program
+
+
+def random_cases(count: int, seed: int) -> list[str]:
+    """Lines for the program: every compiled shape and size, one slice and several, whole weights and shards."""
+    draw = random.Random(seed)
+    cases = []
+    for index in range(count):
+        shape = index % len(SHAPES)
+        n, k, blocksize = draw.choice(SIZES)
+        most = SHAPES[shape][1]
+        tokens = draw.choice((1, most // 2 + 1, most))
+        n0, kb0, kb_full = 0, 0, k // 64
+        if blocksize == 64 and draw.random() < 0.3:
+            n0, kb0, kb_full = draw.randrange(500), draw.randrange(30), kb_full + draw.randrange(30, 90)
+        nested, fp4, half, bias = draw.random() < 0.7, draw.randrange(2), draw.randrange(2), draw.randrange(2)
+        slices, sms = draw.choice((1, 1, 2, 3, 5)), draw.choice((1, 2, 3, 8, 16))
+        case = (n, k, blocksize, int(nested), n0, kb0, kb_full, fp4, half, tokens, shape, slices, sms, bias)
+        cases.append(" ".join(map(str, case)))
+    return cases
+
+
+def run(program: Path, cases: list[str]) -> list[str]:
+    done = subprocess.run([program], input="\n".join(cases) + "\n", capture_output=True, text=True)
+    return done.stdout.splitlines()
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    return compile_kernel(tmp_path_factory.mktemp("emulated"))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_kernel_on_the_cpu(program, seed):
+    cases = random_cases(35, seed)
+    results = run(program, cases)
+    wrong = [f"{case}: {result}" for case, result in zip(cases, results, strict=False) if result != "ok"]
+    assert not wrong and len(results) == len(cases), wrong
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        # Reads the activations of tiles that do not exist, so beyond the end of x.
+        ("small_batch_load.cuh", "exists && tile < work.tiles", "exists"),
+        # The last slice is left out.
+        ("small_batch.cuh", "first + j < slices ?", "first + j < slices - 1 ?"),
+    ],
+    ids=lambda change: change[2],
+)
+def test_the_check_can_fail(tmp_path, change):
+    name, old, new = change
+    program = compile_kernel(tmp_path, {name: (old, new)})
+    cases = random_cases(35, 0)
+    assert run(program, cases) != ["ok"] * len(cases)
