@@ -76,7 +76,9 @@ class BoundWeight:
             return None
         bias_pointer = None
         if bias is not None:
-            if bias.dtype != self.dtype or not bias.is_contiguous() or bias.get_device() != self._device:
+            if bias.dtype != self.dtype or bias.shape != (spec.n,) or bias.get_device() != self._device:
+                return None
+            if not bias.is_contiguous():
                 return None
             bias_pointer = bias.data_ptr()
         y = x.new_empty((*x.shape[:-1], spec.n))
@@ -118,7 +120,7 @@ def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> Bou
         return None
     if any(t is not None and (t.device != x.device or not t.is_contiguous()) for t in tensors):
         return None
-    if any(t.data_ptr() % 16 for t in tensors[:2]):
+    if any(t.data_ptr() % 16 for t in tensors[:2]) or not eager_cpu.are_packed(spec, tensors):
         return None
     library = native.library("cuda")
     if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype):

@@ -321,7 +321,7 @@ def spec_from_config(entry: Mapping[str, Any], n: int, k: int) -> WeightSpec:
     Raises ValueError naming what is wrong with the entry, or does not fit the shape.
     """
     name = entry.get("format")
-    if name not in FORMATS:
+    if not isinstance(name, str) or name not in FORMATS:
         raise ValueError(f"unknown weight format {name!r}; this version reads {', '.join(FORMATS)}")
     eight_bit = isinstance(FORMATS[name], IntegerFormat)
     known = _EIGHT_BIT_FIELDS if eight_bit else _FOUR_BIT_FIELDS
@@ -356,10 +356,11 @@ def check_packed(spec: WeightSpec, tensors: Mapping[str, torch.Tensor], where: s
 
 
 def check_tables(spec: WeightSpec, tensors: Mapping[str, torch.Tensor], where: str) -> None:
-    """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and `nested_offset` is finite."""
-    if isinstance(spec, EightBitSpec) or tensors["code"].is_meta:
+    """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and every scale is finite."""
+    if any(tensor.is_meta for tensor in tensors.values()):
         return
-    if not spec.codebook.matches(tensors["code"]):
+    if isinstance(spec, FourBitSpec) and not spec.codebook.matches(tensors["code"]):
         raise ValueError(f"{where}: tensor 'code' is not the {spec.format} table; the format or the file is wrong")
-    if spec.double_quant and not tensors["nested_offset"].isfinite():
-        raise ValueError(f"{where}: tensor 'nested_offset' is {tensors['nested_offset'].item()}; the file is damaged")
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not tensor.isfinite().all():
+            raise ValueError(f"{where}: tensor {name!r} holds NaN or infinity; the file or the layer is damaged")

@@ -161,6 +161,9 @@ class PackedLinear(nn.Linear):
         bias = self._parameters["bias"]
         if bias is not None and bias.dtype != input.dtype:
             bias = bias.to(input.dtype)
+        if not compiling and torch._C._are_functorch_transforms_active():
+            # The operator has no rules for torch.func: it would drop tangents without a word.
+            return nn.functional.linear(input, self.dequantize(input.dtype), bias)
         # Between compiling and the first run of the compiled code, whatever wrote the weight has long ended.
         return ops.linear(input, *self._weight_arguments(), bias, *self._spec_arguments(), settled=compiling)
 
@@ -209,10 +212,11 @@ class PackedLinear(nn.Linear):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         if name == "weight":
             self._refuse_assignment()
-        if param is not None and name in self.__dict__.get("_packed_names", ()):
+        packed = name in self.__dict__.get("_packed_names", ())
+        if param is not None and packed:
             param.requires_grad_(False)  # loaders make float parameters trainable
-            if param.device.type == "cpu" and param.data_ptr() % 16:
-                param.data = param.data.clone()  # mapped from a file at any byte; the native library wants 16
+        if param is not None and not _readable(param, 16 if packed else param.element_size()):
+            param.data = param.data.clone(memory_format=torch.contiguous_format)
         super().register_parameter(name, param)
 
     def to_linear(self, dtype: torch.dtype | None = None) -> nn.Module:
@@ -329,6 +333,11 @@ def _move_bytes(fn: Callable[[Tensor], Tensor], tensor: Tensor) -> Tensor:
     if moved.dtype != torch.uint8:  # Module.type(dtype) casts integers too
         moved = as_bytes.to(moved.device)
     return moved.view(tensor.dtype).view(tensor.shape)
+
+
+def _readable(tensor: Tensor, alignment: int) -> bool:
+    """Whether a native library can read a tensor: a loader may have mapped it at any byte of a file, or cut it out."""
+    return tensor.is_contiguous() and (tensor.device.type != "cpu" or tensor.data_ptr() % alignment == 0)
 
 
 def _float_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -253,7 +253,8 @@ _ADVICE = {
 def library_folders() -> list[Path]:
     """Folders where the libraries are looked for, in order."""
     if override := os.environ.get("NF4LINEAR_LIBRARY_PATH"):
-        return [Path(folder) for folder in override.split(os.pathsep)]
+        # An empty part, as after a trailing colon, would be the working directory.
+        return [Path(folder).absolute() for folder in override.split(os.pathsep) if folder]
     # An editable installation has two folders: the sources and the one CMake installed into.
     return [Path(folder) / "lib" for folder in sys.modules[__package__].__path__]
 

@@ -187,11 +187,11 @@ def _check_same_device(x: Tensor, qweight: Tensor) -> None:
 
 
 def _kernel_rows(x: Tensor) -> Tensor:
-    """x [m, k] with contiguous rows that do not overlap, on CUDA 16-byte aligned; a copy where a view has not."""
+    """x [m, k] with contiguous rows that do not overlap, aligned (on CUDA to 16 bytes); a copy where a view has not."""
     row_stride, stride = x.stride()
-    plain = stride == 1 and row_stride >= x.shape[1]
+    plain = stride == 1 and row_stride >= x.shape[1] and x.data_ptr() % (16 if x.is_cuda else x.element_size()) == 0
     if x.is_cuda and plain:
-        plain = x.data_ptr() % 16 == 0 and (row_stride * x.element_size() % 16 == 0 or row_stride == x.shape[1])
+        plain = row_stride * x.element_size() % 16 == 0 or row_stride == x.shape[1]
     return x if plain else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -105,6 +105,7 @@ def _quantize_8bit(spec: EightBitSpec, weight: Tensor) -> dict[str, Tensor]:
         raise ValueError("w8_u8 holds unsigned weights; quantize signed ones to w8_s8")
     groups = weight if spec.group_size is None else weight.view(spec.n, -1, spec.group_size)
     absmax = groups.abs().amax(dim=-1, keepdim=True)
-    signed = torch.round(groups * (127.0 / absmax.clamp(min=1e-38))).clamp(-127, 127).view(spec.n, spec.k)
+    # The clamp keeps the quotient finite: an all-zero row codes to zeros instead of 0 * inf.
+    signed = torch.round(groups * (127.0 / absmax.clamp(min=4e-37))).clamp(-127, 127).view(spec.n, spec.k)
     scales = absmax.squeeze(-1) if spec.group_size is None else absmax.squeeze(-1) / 127.0
     return {"codes": signed.to(torch.int8), spec.scales_name: scales}
