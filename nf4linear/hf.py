@@ -55,8 +55,12 @@ class NF4LinearConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         self.plugin_version = plugin_version or installed_version()
-        self.modules = {"default": config_entry(format, blocksize, double_quant)} if modules is None else dict(modules)
-        self.modules_to_not_convert = list(modules_to_not_convert or [])
+        # What is no dict or list is left to rules(), which says so.
+        self.modules = dict(modules) if isinstance(modules, dict) else modules
+        if modules is None:
+            self.modules = {"default": config_entry(format, blocksize, double_quant)}
+        skipped = [] if modules_to_not_convert is None else modules_to_not_convert
+        self.modules_to_not_convert = list(skipped) if isinstance(skipped, Iterable) else skipped
         for entry in self.rules().modules.values():
             check_config_entry(entry)
 
@@ -123,13 +127,11 @@ class NF4LinearQuantizer(HfQuantizer):
 
     def _check_files(self, checkpoint_files: list[str] | None, shapes: dict[str, tuple[int, int]]) -> None:
         """Read the headers first: transformers itself only warns of missing and surplus tensors."""
-        # Files of another name (a variant, say) are no folder that pack or save_pretrained wrote: transformers' own
-        # checks have to do for them.
-        if not checkpoint_files or not Path(checkpoint_files[0]).name.startswith("model"):
+        if not checkpoint_files:
             return
         folder = Path(checkpoint_files[0]).parent
         if checkpoint_files[0].endswith(".safetensors") and (folder / "config.json").is_file():
-            validate_packed(folder, shapes)
+            validate_packed(folder, shapes, [Path(file).name for file in checkpoint_files])
         if (folder / SOURCE_FILE).is_file():
             self.source_file = folder / SOURCE_FILE
 

@@ -18,7 +18,7 @@ from .linear import PackedLinear
 from .model_rules import packed_places
 from .patch_report import PatchReport, count_parameters, expert_bytes, weight_bytes
 from .progress import Progress
-from .select import Layer, quantization_method, select_layers
+from .select import UNFINISHED, Layer, head_can_be_untied, quantization_method, select_layers
 from .swap import swap_layer
 
 _REPORT = "_nf4linear_report"
@@ -58,14 +58,15 @@ def patch_model(
         if not selection.packed:
             warnings.warn(f"patch_model: found no layer to replace in {type(model).__name__}", stacklevel=2)
         return model
-    _check(selection.layers)
-    report = PatchReport(skipped=selection.skipped, bytes_before=weight_bytes(model))
+    _check(model, selection.layers)
+    report = _begin_report(model, selection.skipped)
     total = sum(_nbytes(layer.module) for layer in selection.layers)
     try:
         with Progress("packing", total, progress) as bar:
             _replace_all(model, selection.layers, entries, report, bar)
     finally:
-        # Even a run cut short leaves a model that says truly which of its layers are packed.
+        # Even a run cut short leaves a model that says truly which of its layers are packed, and can be run again.
+        _note_unfinished(model, selection.layers)
         if packed_places(model):
             bookkeeping.adopt(model)
             _complete(report, model)
@@ -90,7 +91,8 @@ def unpatch_model(model: nn.Module) -> nn.Module:
         swap_layer(model, names, layer, layer.to_bnb())
     if places:
         bookkeeping.release(model)
-    model.__dict__.pop(_REPORT, None)
+    for attribute in (_REPORT, UNFINISHED):
+        model.__dict__.pop(attribute, None)
     return model
 
 
@@ -126,9 +128,27 @@ def patched_loading(**options: Any) -> Iterator[None]:
         PreTrainedModel.from_pretrained = original
 
 
-def _check(layers: list[Layer]) -> None:
-    """Find what would stop the replacement half way."""
+def _begin_report(model: nn.Module, skipped: dict[str, str]) -> PatchReport:
+    """A new report; after a run that was cut short it counts from where that one began."""
+    earlier = model.__dict__.get(_REPORT) if UNFINISHED in model.__dict__ else None
+    if earlier is None:
+        return PatchReport(skipped=skipped, bytes_before=weight_bytes(model))
+    return PatchReport(dict(earlier.replaced), skipped, earlier.bytes_before, notes=list(earlier.notes))
+
+
+def _note_unfinished(model: nn.Module, layers: list[Layer]) -> None:
+    model.__dict__.pop(UNFINISHED, None)
+    if names := {layer.name for layer in layers if not layer.bits}:
+        model.__dict__[UNFINISHED] = names
+
+
+def _check(model: nn.Module, layers: list[Layer]) -> None:
+    """Find what would stop the replacement half way, or the patched model from being loaded again."""
     for layer in layers:
+        if layer.is_head and not layer.bits and not head_can_be_untied(model):
+            raise ValueError(
+                f"{layer.name}: {type(model.config).__name__} always ties it to the input embedding; leave lm_head out"
+            )
         if layer.name == "":
             raise ValueError(
                 "patch_model replaces layers inside a model; use from_linear or from_bnb for a single layer"
@@ -157,7 +177,7 @@ def _replace_all(
     from_bnb = all(layer.bits for layer in layers)
     try:
         while layers:
-            layer = layers.pop(0)
+            layer = layers[0]
             nbytes = _nbytes(layer.module)
             if layer.bits:
                 packed = PackedLinear.from_bnb(layer.module, name=layer.name, dtype=_model_dtype(model))
@@ -166,6 +186,7 @@ def _replace_all(
                 if layer.is_head and bookkeeping.untie(model, layer.name):
                     report.notes.append(f"{layer.name} was tied to the input embedding; they are separate now")
             swap_layer(model, layer.names, layer.module, packed)
+            layers.pop(0)
             done.append((layer.names, packed))
             report.replaced[layer.name] = packed.spec.format
             bar.advance(nbytes, layer.name)

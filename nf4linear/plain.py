@@ -17,7 +17,8 @@ def is_plain(module: nn.Module) -> bool:
 
 def is_conv1d(module: nn.Module) -> bool:
     """Whether a module is the layer of GPT-2 and its kin, with a weight [in_features, out_features]."""
-    return type(module).__name__ == "Conv1D"  # by name: transformers need not be there
+    # By name, as transformers need not be there; only its class has `nf`.
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf") and not isinstance(module, nn.Linear)
 
 
 def out_in_features(layer: nn.Module) -> tuple[int, int]:

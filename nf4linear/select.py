@@ -13,6 +13,9 @@ from .linear import PackedLinear
 from .ops import FLOAT_DTYPES
 from .plain import is_linear, is_plain
 
+# Attribute of a model whose patching was cut short: names of the plain layers that were still to be replaced.
+UNFINISHED = "_nf4linear_unfinished"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -39,14 +42,16 @@ class Selection:
 def select_layers(model: nn.Module, skip: Iterable[str] = (), include_head: bool = False) -> Selection:
     """Sort the linear layers of `model` into those to replace and those that stay.
 
-    A model that bitsandbytes or this package has quantized keeps its other layers as they were left then; in a plain
-    model each nn.Linear (or Conv1D) is selected. `skip` adds to the rules: full names, globs, or any run of whole
-    dotted parts. `include_head` selects the output embedding as well, tied or not.
+    A model that bitsandbytes or this package has quantized keeps its other layers as they were left then, unless
+    patch_model was interrupted; in a plain model each nn.Linear (or Conv1D) is selected. `skip` adds to the rules:
+    full names, globs, or any run of whole dotted parts. `include_head` selects the output embedding as well, tied or
+    not.
     """
     skip = [skip] if isinstance(skip, str) else list(skip)
     modules = {names[0]: (module, names) for module, names in places(model).items()}
     has_bnb = any(bnb.layer_bits(module) and not bnb.skip_reason(module) for module, _ in modules.values())
     quantizer = "bitsandbytes" if has_bnb else quantization_method(model)
+    unfinished = model.__dict__.get(UNFINISHED, ())
     head = output_embedding(model)
     reasons = _model_rules(model)
     selection = Selection(unmatched=[e for e in skip if not any(name_matches(name, e) for name in modules)])
@@ -59,7 +64,8 @@ def select_layers(model: nn.Module, skip: Iterable[str] = (), include_head: bool
         bits = bnb.layer_bits(module)
         reason = _user_rule(names, skip)
         if reason is None and not bits and not (include_head and module is head):
-            reason = reasons.get(name) or (quantizer and f"{quantizer} left it unquantized")
+            left = quantizer is not None and name not in unfinished
+            reason = reasons.get(name) or (f"{quantizer} left it unquantized" if left else None)
         reason = reason or _layer_rule(module, bits)
         if reason is None:
             selection.layers.append(Layer(names, module, bits, module is head))
@@ -103,6 +109,8 @@ def _layer_rule(module: nn.Module, bits: int | None) -> str | None:
         return "its weight is computed by something else"
     if module.weight.dtype not in FLOAT_DTYPES:
         return f"its weight is {module.weight.dtype}"
+    if module.weight.numel() == 0:
+        return "its weight is empty"
     if "forward" in module.__dict__ and not hasattr(module, "_hf_hook"):
         return "its forward method was replaced"
     return None
@@ -117,11 +125,16 @@ def _model_rules(model: nn.Module) -> dict[str, str]:
         for entry in getattr(model, attribute, None) or ()
     ]
     head, last = output_embedding(model), _last_module(model)
+    names = [name for name, _ in model.named_modules()]
     for name, module in model.named_modules():
         # These read the weights of their layers past the layers' forward.
         if isinstance(module, (nn.MultiheadAttention, nn.TransformerEncoderLayer)):
             why = f"{type(module).__name__} reads its weight"
             reasons |= {f"{name}.{child}".removeprefix("."): why for child, _ in module.named_children()}
+        # PEFT's wrappers list what they add to the layer that they wrap.
+        for part in getattr(module, "adapter_layer_names", ()):
+            prefix = f"{name}.{part}.".removeprefix(".")
+            reasons |= {inner: "an adapter" for inner in names if inner.startswith(prefix)}
         if module is head:
             reasons[name] = "the output embedding"
         elif entry := next((entry for entry in keep_fp32 if name_matches(name, entry)), None):
@@ -149,6 +162,14 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
         return model.get_output_embeddings()
     except (AttributeError, NotImplementedError):  # no transformers model, or one without such a layer
         return None
+
+
+def head_can_be_untied(model: nn.Module) -> bool:
+    """Whether the output embedding of `model` is untied, or its config can say that it is: T5's, for one, cannot."""
+    config = getattr(model, "config", None)
+    if not getattr(config, "tie_word_embeddings", False):
+        return True
+    return not type(config).from_dict(config.to_dict() | {"tie_word_embeddings": False}).tie_word_embeddings
 
 
 def _last_module(model: nn.Module) -> str | None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ..plain import is_conv1d, out_in_features
-from ..select import output_embedding, select_layers
+from ..select import head_can_be_untied, output_embedding, select_layers
 from .shards import CheckpointError, read_json
 
 
@@ -32,6 +32,7 @@ class Architecture:
     rename: Callable[[str], str]  # from the name of a layer in checkpoints to the name of its module
     head: str | None  # the output embedding, if it is a linear layer
     head_tied_to: str | None  # the module whose weight a tied head shares
+    head_can_be_untied: bool
     expert_parameters: int  # in fused 3-D expert weights, which are no linear layers
 
 
@@ -54,6 +55,7 @@ def read_architecture(folder: Path, skip: tuple[str, ...] = ()) -> Architecture:
         rename=_renaming(model),
         head=head if head in modules else None,
         head_tied_to=names.get(id(model.get_input_embeddings())) if tied else None,
+        head_can_be_untied=head_can_be_untied(model),
         expert_parameters=sum(p.numel() for p in model.parameters() if p.dim() == 3),
     )
 

@@ -133,14 +133,19 @@ class PackedFolder:
     they come from that file, and layers it does not know have an unknown spec.
     """
 
-    def __init__(self, folder: Path, shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        shapes: Mapping[str, tuple[int, int]] | None = None,
+        files: Sequence[str] | None = None,
+    ) -> None:
         self.folder = folder
         self.config = read_json(folder / "config.json")
         self.rules = parse_config(self.config, str(folder / "config.json"))
         self.source = SourceRecord.read(folder / SOURCE_FILE) if shapes is None else None
         recorded = {} if self.source is None else self.source.layers
         self._shapes = dict(shapes) if shapes is not None else {n: (r["n"], r["k"]) for n, r in recorded.items()}
-        self.checkpoint = Checkpoint(folder)
+        self.checkpoint = Checkpoint(folder, files)
         self.layers = tuple(key.removesuffix(".qweight") for key in self.checkpoint if key.endswith(".qweight"))
         self._layer_set = frozenset(self.layers)
 
@@ -241,11 +246,14 @@ class PackedFolder:
                 yield f"{self.checkpoint.locate(key)} belongs to layer {name!r}, which has no qweight"
 
 
-def validate_packed(folder: str | Path, shapes: Mapping[str, tuple[int, int]] | None = None) -> None:
+def validate_packed(
+    folder: str | Path, shapes: Mapping[str, tuple[int, int]] | None = None, files: Sequence[str] | None = None
+) -> None:
     """Check the headers of a packed folder before anything is loaded from it.
 
     `shapes`, if given, maps layer names to (out_features, in_features) as the model has them; otherwise
-    nf4linear_source.json serves. Raises CheckpointError naming file, layer and key of the first problems found.
+    nf4linear_source.json serves; `files`, if given, names the weight files.
+    Raises CheckpointError naming file, layer and key of the first problems found.
     """
-    with PackedFolder(Path(folder), shapes) as packed:
+    with PackedFolder(Path(folder), shapes, files) as packed:
         packed.check()

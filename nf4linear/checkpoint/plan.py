@@ -229,6 +229,10 @@ def _plan_head(source: Checkpoint, config: dict[str, Any], plan: Plan) -> None:
     head, tied_to = architecture.head, architecture.head_tied_to
     if head is None:
         raise CheckpointError(f"{source.folder}: the model has no linear output head for lm_head='w8'")
+    if tied_to is not None and not architecture.head_can_be_untied:
+        raise CheckpointError(
+            f"{source.folder}: the model always ties its output head to {tied_to}; leave lm_head='w8' out"
+        )
     stored_as = _stored_names(source, architecture)
     if head in {plan.modules.get(name, name) for name in plan.specs}:
         raise CheckpointError(f"{source.folder}: the output head {head!r} is quantized already")

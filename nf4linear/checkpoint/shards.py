@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -120,15 +120,18 @@ def _check_coverage(path: Path, entries: list[Entry], data_bytes: int) -> None:
 class Checkpoint:
     """The safetensors files of a folder as one mapping from key to tensor, iterable by key. Use as a context manager.
 
+    `files` names them where they are not those of the usual names (a variant, say).
     Raises CheckpointError for a folder without safetensors weights, a missing shard, a key in two shards, or an index
     that does not agree with the files.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, files: Sequence[str] | None = None) -> None:
         self.folder = folder
-        self.index_text = _read_text(folder / INDEX_FILE) if (folder / INDEX_FILE).is_file() else None
+        indexed = files is None and (folder / INDEX_FILE).is_file()
+        self.index_text = _read_text(folder / INDEX_FILE) if indexed else None
         weight_map = self._weight_map()
-        self.shards = tuple(read_header(folder / name) for name in self._shard_names(weight_map))
+        names = self._shard_names(weight_map) if files is None else files
+        self.shards = tuple(read_header(folder / name) for name in names)
         self._where: dict[str, tuple[Shard, Entry]] = {}
         self._files: dict[Path, Any] = {}
         for shard in self.shards:
