@@ -41,7 +41,7 @@ def render_card(
         front_matter=_yaml(header),
         title=source_name.rstrip("/").split("/")[-1],
         source=source_name,
-        architecture=", ".join(config.get("architectures") or ["unknown"]),
+        architecture=architecture_names(config),
         made_from="a bitsandbytes checkpoint, codes and scales unchanged"
         if source_format == "bitsandbytes"
         else "a 16/32-bit checkpoint, quantized by `nf4linear pack`",
@@ -51,6 +51,12 @@ def render_card(
         size_before=format_size(bytes_before),
         size_after=format_size(bytes_after),
     )
+
+
+def architecture_names(config: Mapping[str, Any]) -> str:
+    """The classes that a config.json names."""
+    names = config.get("architectures")
+    return ", ".join(map(str, names)) if isinstance(names, list) and names else "unknown"
 
 
 def count_formats(specs: Mapping[str, WeightSpec]) -> dict[str, int]:

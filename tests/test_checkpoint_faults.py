@@ -495,3 +495,69 @@ def _count_renames(src: Path, dst: Path) -> int:
     finally:
         os.replace = replace
     return count
+
+
+# ---- what happens around a run ---------------------------------------------------------------------------------------
+
+
+def test_what_was_put_in_the_place_meanwhile_is_not_replaced(good, tmp_path, monkeypatch):
+    """Nothing is overwritten without --force, whenever it came there."""
+    destination = tmp_path / "packed"
+    original = writer.OutputFolder.has
+
+    def has(self, name):
+        destination.mkdir()
+        (destination / "thesis.txt").write_text("all of it")
+        return original(self, name)
+
+    monkeypatch.setattr(writer.OutputFolder, "has", has)
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        pack_checkpoint(good["nf4"], destination, progress=False)
+    assert files(destination) == {"thesis.txt": b"all of it"}
+
+
+def test_a_run_that_wrote_nothing_does_not_bind_the_next(good, tmp_path, monkeypatch):
+    """As after too little space: other options may be tried at once."""
+    with monkeypatch.context() as context:
+        context.setattr(
+            writer.OutputFolder, "_check_space", lambda *_: (_ for _ in ()).throw(CheckpointError("no space"))
+        )
+        with pytest.raises(CheckpointError, match="no space"):
+            pack_checkpoint(good["nf4"], tmp_path / "packed", progress=False)
+    pack_checkpoint(good["nf4"], tmp_path / "packed", max_shard_size="1MB", progress=False)
+
+
+RECORD_FAULTS = {
+    "a tensor less": (lambda tensors, i: tensors.pop(i), "lists no key"),
+    "a narrower dtype": (lambda tensors, i: tensors[i].__setitem__(1, "F16"), "cannot have been F16"),
+    "another kind of dtype": (lambda tensors, i: tensors[i].__setitem__(1, "I8"), "cannot have been I8"),
+    "another shape": (lambda tensors, i: tensors[i].__setitem__(2, [1, *tensors[i][2]]), "cannot have been F32"),
+}
+
+
+@pytest.mark.parametrize("fault", RECORD_FAULTS)
+def test_unpack_does_not_believe_a_damaged_record(fault, good, tmp_path):
+    """What it writes as byte for byte the source would not be that."""
+    change, words = RECORD_FAULTS[fault]
+    pack_checkpoint(good["nf4"], tmp_path / "packed", progress=False)
+
+    def damage(record):
+        tensors = record["files"][0]["tensors"]
+        change(tensors, next(i for i, (key, _, _) in enumerate(tensors) if key.endswith(".weight.quant_map")))
+
+    edit_json(tmp_path / "packed" / "nf4linear_source.json", damage)
+    with pytest.raises(CheckpointError, match=words):
+        unpack_checkpoint(tmp_path / "packed", tmp_path / "back", progress=False)
+    assert not (tmp_path / "back").exists()
+
+
+@pytest.mark.parametrize("names", [3, [1.5], "Llama", None])
+def test_architectures_that_are_no_names(names, good, tmp_path):
+    folder = Path(shutil.copytree(good["nf4"], tmp_path / "source"))
+    edit_json(folder / "config.json", lambda config: config.update(architectures=names))
+    assert describe(folder).architecture
+
+
+def test_a_head_that_cannot_be_untied_is_refused(tiny, tmp_path):
+    with pytest.raises(CheckpointError, match="always ties its output head"):
+        pack_checkpoint(tiny("t5"), tmp_path / "packed", lm_head="w8", progress=False)

@@ -228,11 +228,18 @@ def stored_tensors(layer: BnbLayer, canonical: dict[str, Tensor]) -> Iterator[tu
 
 
 def as_stored(layer: BnbLayer, key: str, tensor: Tensor, dtype: str, shape: tuple[int, ...]) -> Tensor:
-    """`tensor` as the file had it: codes and JSON by byte view, statistics rounded back to the dtype they came from."""
+    """`tensor` as the file had it: codes and JSON by byte view, statistics rounded back to the dtype they came from.
+
+    Raises ValueError or RuntimeError for a dtype or shape that this tensor never had.
+    """
     wanted = TORCH_DTYPES[dtype]
     if key == layer.weight_key:
         return tensor.reshape(-1).view(torch.uint8).view(wanted).view(shape)
-    return tensor.to(wanted).view(shape)
+    rounded = tensor.to(wanted)
+    kept = torch.equal(rounded.to(tensor.dtype), tensor)
+    if not kept or wanted.is_floating_point != tensor.is_floating_point() or tensor.shape != shape:
+        raise ValueError(f"{tensor.dtype} {list(tensor.shape)} cannot have been {dtype} {list(shape)}")
+    return rounded
 
 
 def synthesized(name: str, spec: WeightSpec, nested_offset: float | None, dtype: torch.dtype) -> BnbLayer:

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..cards import count_formats
+from ..cards import architecture_names, count_formats
 from ..formats import WeightSpec
 from . import bnb_keys
 from .packed import QUANT_METHOD, PackedFolder
@@ -54,7 +54,7 @@ def describe(path: str | Path) -> Description:
     config = read_json(folder / "config.json")
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    result = Description(str(folder), "plain", ", ".join(config.get("architectures") or ["unknown"]))
+    result = Description(str(folder), "plain", architecture_names(config))
     if method == QUANT_METHOD:
         _describe_packed(folder, config, result)
     else:

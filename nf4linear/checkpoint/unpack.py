@@ -120,6 +120,10 @@ def _restored(packed: PackedFolder, source: SourceRecord) -> _Output:
             owner[name + ".weight"] = name
             output.exact = False
             output.notes.append(f"{name}.weight was quantized by pack and is written dequantized, not as it was")
+    listed = {key for file in source.files for key, _, _ in file["tensors"]}
+    copied_keys = {key for key in packed.checkpoint if not packed.is_packed_key(key)}
+    if lost := sorted((owner.keys() | copied_keys) - listed):
+        raise CheckpointError(f"{packed.folder / SOURCE_FILE}: lists no key {lost[0]!r}; {_CHANGED}")
     for file in source.files:
         tensors = {key: (dtype, tuple(shape)) for key, dtype, shape in file["tensors"]}
         units = list(_file_units(packed, tensors, owner))
@@ -184,8 +188,8 @@ def _bnb_tensors(
             dtype, shape, _ = outputs[key]
             try:
                 yield key, bnb_keys.as_stored(layer, key, tensor, dtype, shape)
-            except RuntimeError as error:
-                raise CheckpointError(f"{packed.folder / SOURCE_FILE}: key {key!r}: {error}") from error
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(f"{packed.folder / SOURCE_FILE}: key {key!r}: {error}; {_CHANGED}") from error
 
 
 def _dequantized(packed: PackedFolder, name: str, dtype: torch.dtype, transposed: bool) -> Iterator[tuple[str, Tensor]]:

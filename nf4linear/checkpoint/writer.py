@@ -178,8 +178,9 @@ class OutputFolder:
             try:
                 same = json.loads(job.read_text(encoding="utf-8")) == self._fingerprint
             except (OSError, ValueError):
-                same = not any(self.partial.glob("*.safetensors"))  # killed before the job file was there
-            if not same and not self._force:
+                same = False  # killed before the job file was there
+            # Without a finished shard there is nothing that another run could lose.
+            if not same and not self._force and any(self.partial.glob("*.safetensors")):
                 raise CheckpointError(
                     f"{self.partial}: an unfinished run from another source or with other options is there; "
                     "run that command again to finish it, or --force to throw it away"
@@ -215,6 +216,7 @@ class OutputFolder:
             os.close(fd)  # which also gives the lock back
 
     def _publish(self) -> None:
+        self.check_free()  # again: something may have been put there meanwhile
         for path in self.partial.rglob("*"):
             if path.is_file():
                 with open(path, "rb+") as file:
