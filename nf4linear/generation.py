@@ -79,8 +79,13 @@ def encode_prompt(
     """Token ids [1, T] int64 of a prompt, through the chat template (`chat=True`), as it is (`False`), or through the
     template where the tokenizer has one (`None`).
 
-    Raises ValueError for an empty prompt, or when a template is asked for (by `chat` or by `system`) and there is none.
+    Raises ValueError for a prompt that is empty or no UTF-8 text, or when a template is asked for (by `chat` or by
+    `system`) and there is none.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:  # bytes of another encoding, from a shell or a pipe
+        raise ValueError(f"the prompt is no UTF-8 text ({error})") from error
     template = bool(getattr(tokenizer, "chat_template", None))
     if (chat or system) and not template:
         raise ValueError("this tokenizer has no chat template; generate from the raw prompt, without a system message")

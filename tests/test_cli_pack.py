@@ -127,3 +127,12 @@ def test_every_command_has_help(name):
 
 def test_unknown_command():
     assert "No such command" in run("quantise", code=2)
+
+
+def test_a_reader_that_leaves_early_is_no_error(nf4, tmp_path):
+    run("pack", nf4, tmp_path / "packed", "-q")
+    command = [sys.executable, "-m", "nf4linear.cli.main", "info", str(tmp_path / "packed"), "--json"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.wait(timeout=120) == 1
+        assert process.stderr.read() == b""

@@ -49,7 +49,7 @@ def generate(
             write=_write,
             static_cache=static_cache,
         )
-    _write("\n")
+        _write("\n")
     where = "GPU, torch" if loaded.device.type == "cuda" else "process"
     console.print(summary(result, where), highlight=False, style="dim", soft_wrap=True)
 
@@ -67,5 +67,4 @@ def summary(result: generation.Generation, where: str) -> str:
 
 
 def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    typer.echo(text, nl=False)  # which flushes

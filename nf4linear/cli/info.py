@@ -29,10 +29,10 @@ def info(
         from ..checkpoint import describe
 
         description = describe(path)
-    if as_json:
-        typer.echo(json.dumps(description.to_dict(), indent=2))
-    else:
-        _print_table(description)
+        if as_json:
+            typer.echo(json.dumps(description.to_dict(), indent=2))
+        else:
+            _print_table(description)
     if description.problems:
         raise typer.Exit(1)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import io
+import sys
 from typing import Annotated, Any
 
 import typer
@@ -62,6 +64,9 @@ def main(
     ] = False,
 ) -> None:
     """Quantized linear layers for Hugging Face models: pack a checkpoint once, load it, generate, measure."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a locale without some sign must not cost a finished result
 
 
 if __name__ == "__main__":

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -16,6 +18,10 @@ def errors_to_exit(console: Console) -> Iterator[None]:
     """Turn the errors that a user can mend into one line and exit status 1; any other keeps its traceback."""
     try:
         yield
+    except BrokenPipeError:
+        # Whatever read our output, such as head, has seen enough; what is still buffered has nowhere to go.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(1) from None
     except (ValueError, OSError) as error:
         console.print(f"[bold red]error:[/] {escape(str(error))}", highlight=False, soft_wrap=True)
         raise typer.Exit(1) from error

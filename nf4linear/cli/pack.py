@@ -62,6 +62,6 @@ def pack(
             revision=revision,
             progress=not quiet,
         )
-    print_notes(console, result.notes)
-    before, after = format_size(result.bytes_before), format_size(result.bytes_after)
-    typer.echo(f"{dst}: {result.layers} layers packed, {before} -> {after}")
+        print_notes(console, result.notes)
+        before, after = format_size(result.bytes_before), format_size(result.bytes_after)
+        typer.echo(f"{dst}: {result.layers} layers packed, {before} -> {after}")

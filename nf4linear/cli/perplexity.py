@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -71,18 +72,21 @@ def perplexity(
         stride = window // 2 if stride is None else stride
         variants = source.variants() if compare else ["nf4linear"]
         rows = [_score(source, variant, token_ids, window, stride) for variant in variants]
+        if json_file is not None:
+            _write_json(json_file, _report(rows, source, str(text or dataset)))
         console.print(_table(rows, source))
         if compare and "16-bit" not in variants:
             console.print("no 16-bit row: name the model that this one was made from with --base", style="dim")
-        if json_file is not None:
-            _write_json(json_file, _report(rows, source, str(text or dataset)))
 
 
 def _read_text(text: Path | None, dataset: str | None) -> str:
     if (text is None) == (dataset is None):
         raise LoadError("name what to score: --text FILE or --dataset wikitext (one of the two)")
     if text is not None:
-        return text.read_text(encoding="utf-8")
+        try:
+            return text.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise LoadError(f"{text}: is no UTF-8 text ({error})") from error
     if dataset not in DATASETS:
         raise LoadError(f"--dataset {dataset}: known are {', '.join(DATASETS)}; other texts go through --text FILE")
     try:
@@ -157,10 +161,10 @@ def _report(rows: list[Row], source: ModelSource, text: str) -> dict[str, Any]:
             "variant": row.variant,
             "dtype": row.dtype,
             "model_bytes": row.model_bytes,
-            "perplexity": row.score.perplexity,
-            "standard_error": row.score.standard_error,
-            "relative_change": change,
-            "relative_change_error": error,
+            "perplexity": _json_number(row.score.perplexity),
+            "standard_error": _json_number(row.score.standard_error),
+            "relative_change": _json_number(change),
+            "relative_change_error": _json_number(error),
             "seconds": row.score.seconds,
         }
 
@@ -176,6 +180,11 @@ def _report(rows: list[Row], source: ModelSource, text: str) -> dict[str, Any]:
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "rows": [fields(row) for row in rows],
     }
+
+
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN or infinity, such as the standard error of a text of three tokens."""
+    return value if math.isfinite(value) else None
 
 
 def _write_json(path: Path, report: dict[str, Any]) -> None:

@@ -44,6 +44,6 @@ def unpack(
             force=force,
             progress=not quiet,
         )
-    print_notes(console, result.notes)
-    how = "byte for byte as before pack" if result.exact else "equal in value"
-    typer.echo(f"{dst}: {result.layers} layers unpacked, {how}")
+        print_notes(console, result.notes)
+        how = "byte for byte as before pack" if result.exact else "equal in value"
+        typer.echo(f"{dst}: {result.layers} layers unpacked, {how}")
