@@ -1,5 +1,5 @@
-// The counters live in the library, not in a workspace: they have to be zero at first, and clearing them in front of each
-// launch would cost as much as a small layer. A workspace that outlives a call is no way out, because torch.compile's
+// The counters live in the library, not in a workspace: they have to be zero at first, and clearing them in front of
+// each launch would cost as much as a small layer. A workspace that outlives a call is no way out, because torch.compile's
 // CUDA graphs refuse memory that an operator keeps.
 #include "arrivals.h"
 
@@ -16,8 +16,8 @@ constexpr int SETS = 4096;  // 4 MB
 
 __device__ unsigned counters[SETS][ARRIVALS];  // zero when the library is loaded onto a device
 
-// Whose a set is. Ids of streams and captures, unlike handles, are never used twice. A capturing stream must not be asked
-// for its id (cudaStreamGetId ends the capture), so there its handle stands beside the id of the capture.
+// Whose a set is. Ids of streams and captures, unlike handles, are never used twice. A capturing stream must not be
+// asked for its id (cudaStreamGetId ends the capture), so there its handle stands beside the id of the capture.
 struct Owner {
   int device;
   unsigned long long capture, stream;  // capture 0: none

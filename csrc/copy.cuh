@@ -93,14 +93,15 @@ __device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* p) {
   return v;
 }
 
-// Adds, returns what was there. What this block wrote before the barrier in front of it is seen by whoever sees the sum.
+// Adds, returns what was there. What this block wrote before the barrier in front of it is seen by whoever sees the
+// sum.
 __device__ __forceinline__ unsigned atom_add_acq_rel(unsigned* p, unsigned v) {
   unsigned before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(p), "r"(v) : "memory");
   return before;
 }
 
-// ---- programmatic dependent launch (sm_90 and later; elsewhere launches are never dependent) ---------------------------
+// ---- programmatic dependent launch (sm_90 and later; elsewhere launches are never dependent) ------------------------
 
 // The next kernel of the stream may start now.
 __device__ __forceinline__ void grid_launch_dependents() {

@@ -5,8 +5,8 @@
 //         0            128                     256
 //         | pair x 32  | free                  |       pair = value(e >> 4) | value(e & 15) << 16
 //
-// Lane l reads word l of a line, so 32 lanes never meet in a bank, whatever their bytes are. A line of 256 bytes puts the
-// byte into the second byte of the address and 4 * lane into the first: one PRMT takes byte i out of a packed word and
+// Lane l reads word l of a line, so 32 lanes never meet in a bank, whatever their bytes are. A line of 256 bytes puts
+// the byte into the second byte of the address and 4 * lane into the first: one PRMT takes byte i out of a packed word and
 // makes the whole address, and the load adds the table's base for nothing. Halving the line saves 32 KB and costs a
 // shift and an OR a look-up; it was slower on every shape (docs/kernel-log.md).
 //

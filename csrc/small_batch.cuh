@@ -1,11 +1,12 @@
 // Engine: y[m, n] = x[m, k] * weight^T + bias for few tokens, where the time is that of reading the weight once.
 //
-// The weight is the 16-row operand of mma.m16n8k16 and the tokens are its 8 columns, so a 512-byte tile of tile16x64 goes
-// from memory to registers in one 16-byte read a lane, and from there to A fragments by table look-up (decode.cuh).
-// Nothing else touches the codes: no ring in shared memory, whose bandwidth the look-ups need, and no barrier.
+// The weight is the 16-row operand of mma.m16n8k16 and the tokens are its 8 columns, so a 512-byte tile of tile16x64
+// goes from memory to registers in one 16-byte read a lane, and from there to A fragments by table look-up
+// (decode.cuh). Nothing else touches the codes: no ring in shared memory, whose bandwidth the look-ups need, and no
+// barrier.
 //
-// A block owns a part of the row groups and a slice of the inputs. Its units, (row group, burst of four tiles), lie in one
-// line, and each warp walks a contiguous stretch of it, so that all warps end together whatever the shape:
+// A block owns a part of the row groups and a slice of the inputs. Its units, (row group, burst of four tiles), lie in
+// one line, and each warp walks a contiguous stretch of it, so that all warps end together whatever the shape:
 //
 //     group      |      0      |      1      |      2      |          A stretch that starts inside a group leaves that
 //     units      |. . . . . . .|. . . . . . .|. . . . . . .|          group's tail in shared memory; the warp that has
@@ -149,8 +150,8 @@ struct Results {
   }
 };
 
-// Block scales of the burst in hand, float32, in a buffer of the warp's own: [R][BURST][16], element 2 g + h of a tile is
-// row g + 8 h. Decoding them once here and not in every lane that needs them saves a fifth of the instructions.
+// Block scales of the burst in hand, float32, in a buffer of the warp's own: [R][BURST][16], element 2 g + h of a tile
+// is row g + 8 h. Decoding them once here and not in every lane that needs them saves a fifth of the instructions.
 template <int R>
 struct ScaleBuffer {
   uint32_t buffer;
@@ -167,9 +168,10 @@ struct ScaleBuffer {
       if (nested_code) {
         // A tile beyond the last takes its place in the table of groups: its products are zero.
         const int at = block + r * TILE_ROWS * row_blocks + min(tile + t, last_tile);
-        scale.x = nested_scale(nested_code[raw[r].x >> 8 * t & 255], nested_absmax[at >> group_shift], nested_offset);
-        scale.y = nested_scale(nested_code[raw[r].y >> 8 * t & 255], nested_absmax[(at + 8 * row_blocks) >> group_shift],
-                               nested_offset);
+        const float absmax_g = nested_absmax[at >> group_shift];
+        const float absmax_g8 = nested_absmax[(at + 8 * row_blocks) >> group_shift];
+        scale.x = nested_scale(nested_code[raw[r].x >> 8 * t & 255], absmax_g, nested_offset);
+        scale.y = nested_scale(nested_code[raw[r].y >> 8 * t & 255], absmax_g8, nested_offset);
       }
       st_shared_f32x2(buffer + ((r * BURST + t) * TILE_ROWS + 2 * g) * 4, scale);
     }
@@ -289,7 +291,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   float* const nested_absmax = reinterpret_cast<float*>(smem + map.nested_absmax);
   float nested_offset = 0.0f;
   if (nested) {
-    for (int i = threadIdx.x; i < 256; i += THREADS) cp_async_4(smem_address(nested_code + i), args.nested_code + i, true);
+    const uint32_t to = smem_address(nested_code);
+    for (int i = threadIdx.x; i < 256; i += THREADS) cp_async_4(to + 4 * i, args.nested_code + i, true);
     second.load_async(args, smem_address(nested_absmax), threadIdx.x, THREADS);
     nested_offset = __ldg(args.nested_offset);
   }

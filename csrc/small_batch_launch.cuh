@@ -43,8 +43,10 @@ using SmallBatchLauncher = int (*)(const SmallBatchPlan&, SmallBatchArgs, int, i
 // The launcher of each compiled shape, in the order of SMALL_BATCH_SHAPES.
 template <class T, size_t... I>
 SmallBatchLauncher small_batch_launcher(int shape, std::index_sequence<I...>) {
+  constexpr const SmallBatchShape(&S)[SMALL_BATCH_SHAPE_COUNT] = SMALL_BATCH_SHAPES;
   static constexpr SmallBatchLauncher launchers[] = {
-      launch_small_batch<T, SMALL_BATCH_SHAPES[I].row_tiles, SMALL_BATCH_SHAPES[I].tokens, SMALL_BATCH_SHAPES[I].warps>...};
+      launch_small_batch<T, S[I].row_tiles, S[I].tokens, S[I].warps>...,
+  };
   return launchers[shape];
 }
 
@@ -64,7 +66,8 @@ int run_small_batch(const SmallBatchPlan& plan, const nf4l_weight& w, const nf4l
   a.slice_tiles = plan.slice_tiles;
   a.dependent = l.flags & NF4L_DEPENDENT_LAUNCH;
   if (plan.slices > 1) {
-    if (!l.workspace || int64_t(l.workspace_bytes) < plan.workspace_bytes || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
+    const bool large_enough = l.workspace && int64_t(l.workspace_bytes) >= plan.workspace_bytes;
+    if (!large_enough || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
     a.partials = static_cast<float*>(l.workspace);
     // The last counters of the workspace are there for when the library has no set left.
     void* spare = static_cast<char*>(l.workspace) + plan.workspace_bytes - ARRIVALS * sizeof(unsigned);

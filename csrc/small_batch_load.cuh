@@ -55,7 +55,8 @@ struct WeightStream {
   int scale_row_bytes, scale_wrap_bytes, scale_burst_bytes;
   int tile_row, burst, left;      // of the next burst; left: bursts to go
 
-  __device__ __forceinline__ WeightStream(const SmallBatchArgs& a, const BlockWork& work, int begin, int end, int lane) {
+  __device__ __forceinline__ WeightStream(const SmallBatchArgs& a, const BlockWork& work, int begin, int end,
+                                          int lane) {
     const int group = begin / work.bursts;
     const bool nested = a.nested_code != nullptr;
     tile_row = (work.first_group + group) * R;
@@ -72,8 +73,8 @@ struct WeightStream {
     next_scales = a.scales + int64_t(tile_row) * scale_row_bytes + (nested ? tile / BURST : tile) * 64 + lane / 4 * 8;
   }
 
-  // Issues the next burst into codes[S]. `after` is 0 and comes out of the burst before: ptxas tracks all these loads by
-  // one scoreboard, and a use of the old burst would wait for the new one too if that were issued first.
+  // Issues the next burst into codes[S]. `after` is 0 and comes out of the burst before: ptxas tracks all these loads
+  // by one scoreboard, and a use of the old burst would wait for the new one too if that were issued first.
   template <int S>
   __device__ __forceinline__ void load(const SmallBatchArgs& a, const BlockWork& work, int lane, uint32_t after) {
     const uint8_t* from = next_codes + after;
@@ -98,8 +99,8 @@ struct WeightStream {
   }
 };
 
-// Activations of the slice, resident. One token: each 64-input tile is 128 bytes in fragment order, lane t's pairs side by
-// side. More: rows of 128 bytes, whose 16-byte chunks are swizzled by the row for ldmatrix.
+// Activations of the slice, resident. One token: each 64-input tile is 128 bytes in fragment order, lane t's pairs side
+// by side. More: rows of 128 bytes, whose 16-byte chunks are swizzled by the row for ldmatrix.
 template <int TOKENS, int THREADS>
 struct Activations {
   static constexpr int TILE = TOKENS * 128;
@@ -112,8 +113,8 @@ struct Activations {
     chunk = (lane / 8 ^ lane % 8) * 16;
   }
 
-  // Zeros beyond the slice's last tile and the last token. Each thread has its place in a tile and goes from tile to tile:
-  // with dependent launches nothing else happens meanwhile, so the loop is three instructions a copy.
+  // Zeros beyond the slice's last tile and the last token. Each thread has its place in a tile and goes from tile to
+  // tile: with dependent launches nothing else happens meanwhile, so the loop is three instructions a copy.
   __device__ __forceinline__ static void load_async(const SmallBatchArgs& a, const BlockWork& work, uint32_t smem) {
     const char* from = a.x + int64_t(work.first_tile) * 128;
     const int tiles = work.bursts * BURST;

@@ -1,5 +1,5 @@
-// The small-batch engine seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a block's
-// shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
+// The small-batch engine seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a
+// block's shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
 #ifndef NF4LINEAR_SMALL_BATCH_PLAN_H
 #define NF4LINEAR_SMALL_BATCH_PLAN_H
 
@@ -77,7 +77,8 @@ inline bool plan_small_batch(const FourBitProblem& p, int shape_index, int slice
   const SmallBatchShape shape = SMALL_BATCH_SHAPES[shape_index];
   const int64_t k_tiles = p.k / TILE_K4, groups = ceil_div(ceil_div(p.n, TILE_ROWS), shape.row_tiles);
   if (groups * k_tiles > INT32_MAX || p.n * p.blocks_per_row > INT32_MAX) return false;
-  for (int64_t slice_tiles = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST; slice_tiles > 0; slice_tiles -= BURST) {
+  const int64_t wanted = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST;
+  for (int64_t slice_tiles = wanted; slice_tiles > 0; slice_tiles -= BURST) {
     const int64_t cut = ceil_div(k_tiles, slice_tiles);  // no slice is empty
     const int64_t most_parts = groups < MAX_PARTS ? groups : MAX_PARTS;
     const auto second_level = [&](int64_t parts) {

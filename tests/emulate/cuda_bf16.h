@@ -24,4 +24,6 @@ inline __nv_bfloat16 __float2bfloat16_rn(float value) {
   return {uint16_t((u + 0x7fff + (u >> 16 & 1)) >> 16)};
 }
 
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+  return {__float2bfloat16_rn(x), __float2bfloat16_rn(y)};
+}

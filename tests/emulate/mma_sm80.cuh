@@ -35,7 +35,8 @@ void mma_m16n8k16(float (&d)[4], const uint32_t* a, uint32_t b0, uint32_t b1) {
     const int row_half = i / 2, column = 2 * t + i % 2;  // rows g and g + 8
     for (int k = 0; k < 16; ++k) {
       const int owner = k % 8 / 2;
-      d[i] += half_of<T>(all[4 * g + owner][row_half + k / 8 * 2], k % 2) * half_of<T>(all[4 * column + owner][4 + k / 8], k % 2);
+      const float weight = half_of<T>(all[4 * g + owner][row_half + k / 8 * 2], k % 2);
+      d[i] += weight * half_of<T>(all[4 * column + owner][4 + k / 8], k % 2);
     }
   }
 }

@@ -86,7 +86,9 @@ std::string run(const Case& c) {
   nf4l_weight w = {c.fp4 ? NF4L_FP4 : NF4L_NF4, NF4L_TILE16X64, c.n, c.k, c.blocksize, codes.data(), nullptr, nullptr,
                    nullptr, nullptr, c.n0, c.kb0, c.kb_full};
   w.scales = c.nested ? static_cast<const void*>(absmax_q.data()) : absmax.data();
-  if (c.nested) w.nested_code = nested_code.data(), w.nested_absmax = nested_absmax.data(), w.nested_offset = offset.data();
+  if (c.nested) {
+    w.nested_code = nested_code.data(), w.nested_absmax = nested_absmax.data(), w.nested_offset = offset.data();
+  }
   SmallBatchArgs args = {};
   static_cast<FourBitWeight&>(args) = four_bit_weight<T>(w);
   args.x = reinterpret_cast<const char*>(x.data());
@@ -119,10 +121,11 @@ std::string run(const Case& c) {
         const int64_t kb = k / 64;
         const uint8_t byte = codes[tile16x64_byte(row, k, c.k)];
         const float centroid = value_of<T>(args.codebook.bits[k % 2 ? byte & 15 : byte >> 4]);
-        const float scale =
-            c.nested ? nested_scale(nested_code[absmax_q[absmax_q_byte(row, kb, tiles)]],
-                                    nested_absmax[nested_group(c.n0 + row, c.kb0 + kb, c.kb_full, c.blocksize)], offset[0])
-                     : absmax[row_scale_index(row, kb, tiles)];
+        float scale = absmax[row_scale_index(row, kb, tiles)];
+        if (c.nested) {
+          const int64_t group = nested_group(c.n0 + row, c.kb0 + kb, c.kb_full, c.blocksize);
+          scale = nested_scale(nested_code[absmax_q[absmax_q_byte(row, kb, tiles)]], nested_absmax[group], offset[0]);
+        }
         const double term = double(centroid) * scale * value_of<T>(x[m * (c.k + 8) + k]);
         sum += term;
         size += std::fabs(term);
