@@ -64,6 +64,13 @@ inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   return out;
 }
 
+inline unsigned atomicAdd(unsigned* p, unsigned v) {
+  simt::check_read(p, sizeof *p);
+  const unsigned before = *p;
+  *p += v;
+  return before;
+}
+
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __uint_as_float(uint32_t u) {
