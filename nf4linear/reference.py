@@ -58,9 +58,10 @@ def linear(spec: WeightSpec, canonical: Mapping[str, Tensor], x: Tensor, bias: T
 
 
 def quantize(spec: WeightSpec, weight: Tensor) -> dict[str, Tensor]:
-    """Canonical tensors of a float weight [n, k], the same bytes as bitsandbytes' quantize_4bit.
+    """Canonical tensors of a float weight [n, k]; 4-bit codes and absmax are the bytes of bitsandbytes' quantize_4bit.
 
-    8-bit rows are quantized in float32, so weights beyond float16's range keep a finite scale (bitsandbytes goes
+    Nested scale codes are always the nearest ones, as bitsandbytes' torch and CUDA backends choose them; its CPU library
+    takes a neighbour in about one of a thousand. 8-bit rows are quantized in float32, so weights beyond float16's range keep a finite scale (bitsandbytes goes
     through float16 there). Raises ValueError for another shape, for NaN or infinity, and for a w8_u8 spec.
     """
     if tuple(weight.shape) != (spec.n, spec.k):
