@@ -62,8 +62,8 @@ def quantize(spec: WeightSpec, weight: Tensor) -> dict[str, Tensor]:
 
     Nested scale codes are always the nearest ones, as bitsandbytes' torch backend chooses them; its CPU library takes a
     neighbour in about one of a thousand. 8-bit rows are quantized in float32, so weights beyond float16's range keep a
-    finite scale (bitsandbytes goes through float16 there). Raises ValueError for another shape, for NaN or infinity, and
-    for a w8_u8 spec.
+    finite scale (bitsandbytes goes through float16 there). Raises ValueError for another shape, for NaN or infinity,
+    and for a w8_u8 spec.
     """
     if tuple(weight.shape) != (spec.n, spec.k):
         raise ValueError(f"weight is {list(weight.shape)}, the spec is for [{spec.n}, {spec.k}]")
