@@ -19,7 +19,6 @@ from nf4linear import NF4Linear, NF4LinearConfig, PackedLinear, W8Linear
 from tiny_models import ARCHITECTURES, auto_class, logits
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fused expert weights")
-ROOT = Path(__file__).parents[1]
 
 
 def load(folder, architecture="llama", **options) -> nn.Module:
@@ -396,8 +395,10 @@ def test_the_whole_model_compiles_without_a_break(tiny_packed):
 
 
 def run_python(code: str, *arguments: str) -> str:
+    # "-c" puts the working folder first on the path: it must be the one that this process imports from.
+    home = Path(nf4linear.__file__).parents[1]
     result = subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT, timeout=300, check=False
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=home, timeout=300, check=False
     )
     assert result.returncode == 0, result.stderr
     return result.stdout
