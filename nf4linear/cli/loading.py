@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from ..formats import QUANTIZED_FORMATS
+
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 VARIANTS = ("16-bit", "bitsandbytes", "exact", "nf4linear")
-PLAIN_FORMATS = ("nf4", "fp4", "w8_s8")
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
@@ -46,8 +47,8 @@ class ModelSource:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise LoadError(f"--dtype {self.dtype}: known are {', '.join(DTYPES)}")
-        if self.format not in PLAIN_FORMATS:
-            raise LoadError(f"--format {self.format}: known are {', '.join(PLAIN_FORMATS)}")
+        if self.format not in QUANTIZED_FORMATS:
+            raise LoadError(f"--format {self.format}: known are {', '.join(QUANTIZED_FORMATS)}")
         if self.device not in (None, "auto"):
             _check_device(self.device)
 
