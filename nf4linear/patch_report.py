@@ -65,11 +65,14 @@ def weight_bytes(model: nn.Module) -> int:
 
 
 def expert_bytes(model: nn.Module) -> int:
-    """Bytes of floating 3-D parameters outside convolutions: transformers 5 fuses the experts of a layer so."""
+    """Bytes of floating 3-D parameters: transformers 5 fuses the experts of a layer so.
+
+    Convolutions and packed layers have such tensors too: kernels and scales.
+    """
     return sum(
         p.nbytes
         for module in model.modules()
-        if not isinstance(module, nn.modules.conv._ConvNd)
+        if not isinstance(module, (nn.modules.conv._ConvNd, PackedLinear))
         for p in module.parameters(recurse=False)
         if p.dim() == 3 and p.is_floating_point()
     )

@@ -17,11 +17,13 @@ class Progress:
         if self.show:
             from rich import progress
             from rich.console import Console
+            from rich.table import Column
 
+            whole = Column(no_wrap=True)  # a narrow terminal shortens the bar, not the figures
             self._bar = progress.Progress(
                 progress.TextColumn("{task.description}"),
                 progress.BarColumn(),
-                progress.DownloadColumn(),
+                progress.DownloadColumn(table_column=whole),
                 progress.TransferSpeedColumn(),
                 progress.TimeRemainingColumn(),
                 console=Console(stderr=True),

@@ -362,6 +362,15 @@ def test_report_counts_and_prints(tiny, tiny_bnb):
         assert "14 layers replaced" in text and "lm_head" in text and "output embedding" in text
 
 
+@pytest.mark.filterwarnings("error:.*fused expert weights")
+@pytest.mark.parametrize("options", [{"double_quant": False}, {"format": "fp4", "double_quant": False}])
+def test_scales_in_three_dimensions_are_no_experts(tiny, options):
+    model = patch_model(load(tiny()), progress=False, **options)
+    scales = [layer.absmax for layer in model.modules() if isinstance(layer, NF4Linear)]
+    assert any(scale.dim() == 3 for scale in scales)
+    assert nf4linear.report(model).expert_bytes == 0
+
+
 def test_fused_experts_are_counted_and_said(tiny):
     model = load(tiny("mixtral"))
     expected = sum(

@@ -159,7 +159,8 @@ def _plan_plain(source: Checkpoint, options: PackOptions) -> Plan:
     for unmatched in architecture.unmatched:
         parts = {part for name in architecture.modules for part in name.split(".")}
         close = difflib.get_close_matches(unmatched, sorted(parts | architecture.modules), n=3)
-        raise ValueError(f"skip: {unmatched!r} names no module of the model; close to it: {close or 'nothing'}")
+        hint = f"; close to it: {', '.join(close)}" if close else ""
+        raise ValueError(f"skip: {unmatched!r} names no module of the model{hint}")
     absent, entry = [], options.entry()
     stored_as = _stored_names(source, architecture)
     for module, (n, k) in architecture.shapes.items():
