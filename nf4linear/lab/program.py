@@ -39,7 +39,8 @@ def build(folder: Path, architecture: str | None = None) -> Path:
     """Build into `folder`/build; returns the path of nf4l_lab. Raises ProgramError with the tool's output."""
     if not SOURCE.is_dir():
         raise ProgramError(
-            f"the program's sources are not installed ({SOURCE}); run this from a checkout of the project"
+            f"the program's sources are not installed ({SOURCE}); run `python -m "
+            "nf4linear.cli.main lab build` in the root of a checkout"
         )
     if not shutil.which("cmake"):
         raise ProgramError("cmake is not on PATH; `pip install cmake` brings it")
