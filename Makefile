@@ -21,7 +21,7 @@ demo: $(PACKED)/config.json
 	@echo; echo "== text from the packed checkpoint, in a new process"
 	$(BIN)/nf4linear generate $(PACKED) -p "$(PROMPT)" --temperature 0
 	@echo; echo "== perplexity: before quantization, bitsandbytes, nf4linear"
-	$(BIN)/nf4linear perplexity $(PACKED) --base $(MODEL) --text $(TEXT) --max-tokens 8192 --stride 768 --compare
+	$(BIN)/nf4linear perplexity $(PACKED) --base $(MODEL) --text $(TEXT) --max-tokens 4096 --stride 768 --compare
 
 test: $(VENV)/.model $(BNB)/config.json
 	$(BIN)/pytest -m "not gpu"
