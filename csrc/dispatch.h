@@ -91,8 +91,7 @@ inline int wanted_slices(const LaunchRow& row, int sms, int64_t n, int64_t k_til
 }
 
 inline FourBitProblem four_bit_problem(const nf4l_weight& w) {
-  int log2_group = 0;
-  while (TILE_K4 << log2_group < w.blocksize * NESTED_BLOCKSIZE) ++log2_group;
+  const int log2_group = log2_of(w.blocksize / TILE_K4 * NESTED_BLOCKSIZE);
   return {w.n, w.k, w.kb_full, log2_group, w.nested_code != nullptr};
 }
 

@@ -6,6 +6,7 @@
 
 #include <atomic>
 
+#include "layout.h"
 #include "nf4linear.h"
 
 namespace nf4l {
@@ -18,12 +19,6 @@ inline int status_of(cudaError_t error) {
 }
 
 inline int launch_status() { return status_of(cudaGetLastError()); }
-
-inline int log2_of(int64_t power_of_two) {
-  int log2 = 0;
-  while ((int64_t(1) << log2) < power_of_two) ++log2;
-  return log2;
-}
 
 // What has been done for one kernel on each device; devices beyond the last are asked anew each time.
 struct KernelState {

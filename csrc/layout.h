@@ -32,6 +32,11 @@ constexpr int LANE_BYTES = 16;
 constexpr int NESTED_BLOCKSIZE = 256;
 
 NF4L_HD constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+NF4L_HD constexpr int log2_of(int64_t power_of_two) {
+  int log2 = 0;
+  while ((int64_t(1) << log2) < power_of_two) ++log2;
+  return log2;
+}
 
 // Byte of a 4-bit qweight that holds input k of row; n_k inputs a row. Even k is its high nibble.
 NF4L_HD constexpr int64_t tile16x64_byte(int64_t row, int64_t k, int64_t n_k) {
