@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from ctypes import byref
+
 import torch
 from torch import Tensor
 
@@ -15,7 +17,7 @@ class BoundCpuWeight:
     A copied or unpickled layer starts without one.
     """
 
-    __slots__ = ("_library", "_spec", "_weight", "dtype", "pointers")
+    __slots__ = ("_args", "_k", "_launch", "_library", "_n", "_weight", "dtype", "pointers")
 
     def __init__(
         self,
@@ -27,26 +29,43 @@ class BoundCpuWeight:
     ):
         self.pointers = pointers
         self.dtype = dtype
-        self._spec = spec
+        self._n, self._k = spec.n, spec.k
         self._library = library
-        self._weight = native.describe_weight(spec, *tensors)
+        self._launch = library.launch
+        self._weight = byref(native.describe_weight(spec, *tensors))
+        # Argument structs that no call is using: one a call that runs at the same time.
+        self._args: list[native.LinearArgs] = []
 
     def __reduce__(self) -> tuple:
         return type(None), ()
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """x [..., k] times the weight; None where the operator has to do it. The caller has checked `plain_call`."""
-        spec = self._spec
-        if not x.is_contiguous() or not x.is_cpu or x.numel() == 0 or x.data_ptr() % x.element_size():
+        n, dtype = self._n, self.dtype
+        rows = x.numel() // self._k
+        x_pointer = x.data_ptr()
+        if rows == 0 or not x.is_contiguous() or not x.is_cpu or x_pointer % dtype.itemsize:
             return None
-        if bias is not None and (
-            bias.dtype != self.dtype or bias.shape != (spec.n,) or not bias.is_contiguous() or not bias.is_cpu
-        ):
-            return None
-        y = x.new_empty((*x.shape[:-1], spec.n))
-        if not self._library.linear(self._weight, x.view(-1, spec.k), bias, y):
-            return None
-        return y
+        bias_pointer = None
+        if bias is not None:
+            if bias.dtype != dtype or bias.shape != (n,) or not bias.is_contiguous() or not bias.is_cpu:
+                return None
+            bias_pointer = bias.data_ptr()
+        y = x.new_empty(*x.shape[:-1], n)
+        free = self._args
+        try:
+            args = free.pop()
+        except IndexError:
+            args = native.LinearArgs(native.DTYPE_IDS[dtype], 0, 0, None, self._k, None, None, None, 0)
+        args.m, args.x, args.bias, args.y = rows, x_pointer, bias_pointer, y.data_ptr()
+        if dtype is torch.float32:
+            args.flags = native.ALLOW_BF16 if native.bf16_allowed() else 0
+        status = self._launch(self._weight, byref(args), torch.get_num_threads())
+        free.append(args)
+        if status == native.OK:
+            return y
+        self._library.check(status, "linear")
+        return None
 
 
 def are_packed(spec: WeightSpec, tensors: tuple[Tensor | None, ...]) -> bool:

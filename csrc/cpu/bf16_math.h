@@ -1,4 +1,5 @@
-// Products of bfloat16 pairs (AVX512-BF16), for bfloat16 x: twice the products an instruction, and x needs no rounding.
+// Products of bfloat16 pairs (AVX512-BF16): twice the products an instruction. For bfloat16 x, which needs no rounding,
+// and for float32 x where the caller allows that (NF4L_ALLOW_BF16).
 //
 // Only the 16 centroids of a 4-bit format are rounded, scales stay float32. The centroids are multiplied by a factor
 // first that makes them fall close to bfloat16 values, and the result is divided by it.
@@ -36,8 +37,11 @@ struct Bf16Math {
   static constexpr int K_STEP = 2;
   static constexpr int GROUP = 4;  // steps
   // Rows of x from which on dequantize + torch's GEMM is no slower. 4096 x 4096, 2048 rows, 2 threads of Zen 4: NF4 194
-  // ms here and 198 ms there, W8 203 and 196; at 512 rows 45 and 59, 46 and 60.
-  static constexpr int64_t MOST_ROWS = 2048;
+  // ms here and 198 ms there, W8 203 and 196; at 512 rows 45 and 59, 46 and 60. For float32 x there is none.
+  template <class T>
+  static constexpr int64_t most_rows() {
+    return std::is_same_v<T, Bf16> ? 2048 : INT64_MAX;
+  }
 
   // Calls body(group, STEP(), weights of 16 rows) for every two inputs of a tile, steps GROUP * group + STEP.
   template <class Format, class Body>
@@ -60,6 +64,10 @@ struct Bf16Math {
     }
   }
 
+  static uint32_t pack(const float* x, int64_t valid) {
+    const __m128 pair = _mm_maskz_loadu_ps(valid > 1 ? 3 : (valid > 0 ? 1 : 0), x);
+    return _mm_cvtsi128_si32(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(pair)));
+  }
   static uint32_t pack(const Bf16* x, int64_t valid) {
     const uint32_t low = valid > 0 ? x[0].bits : 0, high = valid > 1 ? x[1].bits : 0;
     return low | high << 16;

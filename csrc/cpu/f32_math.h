@@ -8,7 +8,11 @@ struct F32Math {
   using Operand = typename Isa::Vec;
   static constexpr int K_STEP = 1;
   static constexpr int GROUP = Isa::GROUP;  // steps
-  static constexpr int64_t MOST_ROWS = Isa::MOST_ROWS;
+
+  template <class T>
+  static constexpr int64_t most_rows() {
+    return Isa::MOST_ROWS;
+  }
 
   // Calls body(group, STEP(), weights of 16 rows) for every input of a tile, step GROUP * group + STEP.
   template <class Format, class Body>

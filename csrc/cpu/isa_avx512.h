@@ -75,6 +75,16 @@ struct Avx512 {
   }
 #endif
 
+  // See isa_portable.h.
+  static int nested_run(const int* first, int kb, int shift, const float* groups, float* scale) {
+    const __m128i by = _mm_cvtsi32_si128(shift);
+    const __m512i block = _mm512_add_epi32(_mm512_loadu_si512(first), _mm512_set1_epi32(kb));
+    const __m512i group = _mm512_srl_epi32(block, by);
+    const __m512i next = _mm512_sll_epi32(_mm512_add_epi32(group, _mm512_set1_epi32(1)), by);
+    store(scale, _mm512_i32gather_ps(group, groups, 4));
+    return _mm512_reduce_min_epi32(_mm512_sub_epi32(next, block));
+  }
+
   // Bytes 16 T .. 16 T + 15 of `column`, one in the low end of each 32-bit lane. Above it: zeros in widen, and in
   // widen_code, for table look-ups that do not read it, the byte again (VBMI) or zeros.
   template <int T>
