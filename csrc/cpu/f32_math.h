@@ -25,8 +25,8 @@ struct F32Math {
   }
 
   template <class T>
-  static float pack(const T* x, int64_t valid) {
-    return valid > 0 ? to_float(*x) : 0.0f;
+  static float pack(const T* slab, int step, int64_t inputs) {
+    return step < inputs ? to_float(slab[step]) : 0.0f;
   }
 
   template <class Format>

@@ -10,7 +10,7 @@
 //   for_each_step<Format>(tile, body)    decodes: body(group, STEP(), Operand of 16 rows) for each K_STEP inputs of a
 //   tile,
 //                        step GROUP * group + STEP; STEP is an integral_constant
-//   pack(x, valid)       one Element from `valid` of K_STEP inputs of x
+//   pack(slab, step, inputs)   the Element of x for a step, from a slab of which `inputs` exist
 //   output_factor<Format>()    what the result still has to be multiplied with
 //   multiply_add(acc, w, x)
 

@@ -32,9 +32,9 @@ void pack_rows(const T* x, int64_t stride, int64_t k, const RowBlocks& blocks, i
         const T* from = row + slab * SLAB_K;
         const int64_t inputs = k - slab * SLAB_K;
         if (inputs >= SLAB_K) {
-          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, Math::K_STEP);
+          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from, s, SLAB_K);
         } else {
-          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, inputs - s * Math::K_STEP);
+          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from, s, inputs);
         }
       }
     }
