@@ -39,6 +39,8 @@ class BoundCpuWeight:
         spec = self._spec
         if not x.is_contiguous() or not x.is_cpu or x.numel() == 0 or x.data_ptr() % x.element_size():
             return None
+        if x.shape[-1:] != (spec.k,):
+            return None
         if bias is not None and (
             bias.dtype != self.dtype or bias.shape != (spec.n,) or not bias.is_contiguous() or not bias.is_cpu
         ):
