@@ -279,10 +279,10 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   const BlockWork work(args);
   const int begin = work.units * warp / WARPS, end = work.units * (warp + 1) / WARPS;
 
-  // The first two bursts go first: whatever is issued behind them also arrives behind them, and is small.
+  // What is issued behind a burst also arrives behind it: the first goes first, the second behind all that the first
+  // product needs.
   WeightStream<R> weights(args, work, begin, end, lane);
   weights.template load<0>(args, work, lane, 0);
-  weights.template load<1>(args, work, lane, 0);
 
   const bool nested = args.nested_code != nullptr;
   const NestedGroups second(args, work.first_group * R * TILE_ROWS, work.groups * R * TILE_ROWS);
@@ -299,6 +299,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   using X = Activations<TOKENS, THREADS>;
   const uint32_t x_smem = smem_address(smem + map.activations);
   if (!args.dependent) X::load_async(args, work, x_smem);
+  weights.template load<1>(args, work, lane, 0);
   PairTable::fill<WARPS>(smem, args.codebook, warp, lane);
   if (args.dependent) {
     grid_wait();
