@@ -279,10 +279,11 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   const BlockWork work(args);
   const int begin = work.units * warp / WARPS, end = work.units * (warp + 1) / WARPS;
 
-  // What is issued behind a burst also arrives behind it: the first goes first, the second behind all that the first
-  // product needs.
+  // The first burst goes first: whatever is issued behind it also arrives behind it, and is small. A dependent launch has
+  // time for a second; otherwise that would only be waited for together with the first (see WeightStream::load).
   WeightStream<R> weights(args, work, begin, end, lane);
   weights.template load<0>(args, work, lane, 0);
+  if (args.dependent) weights.template load<1>(args, work, lane, 0);
 
   const bool nested = args.nested_code != nullptr;
   const NestedGroups second(args, work.first_group * R * TILE_ROWS, work.groups * R * TILE_ROWS);
@@ -299,7 +300,6 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   using X = Activations<TOKENS, THREADS>;
   const uint32_t x_smem = smem_address(smem + map.activations);
   if (!args.dependent) X::load_async(args, work, x_smem);
-  weights.template load<1>(args, work, lane, 0);
   PairTable::fill<WARPS>(smem, args.codebook, warp, lane);
   if (args.dependent) {
     grid_wait();
@@ -320,7 +320,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
                                         smem_address(smem), PairTable::lane_address(lane), group, burst, burst != 0};
   walk.sum.clear();
   for (int u = begin; u < end; u += 2) {
-    walk.template unit<0>(u > begin);
+    walk.template unit<0>(u > begin || !args.dependent);
     if (u + 1 < end) walk.template unit<1>(true);
   }
 
