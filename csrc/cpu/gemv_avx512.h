@@ -172,7 +172,7 @@ class Gemv {
     x_ = static_cast<Element*>(scratch(Scratch::PACKED_X, tiling_.k_tiles * Decoder::TILE_INPUTS * sizeof(Element)));
     if (!x_) return NF4L_USE_GEMM;
     place_x();
-    const int64_t grain = pieces(tiling_.strips, threads_);
+    const int64_t grain = pieces(tiling_.strips, w_.n * w_.k, threads_);
     parallel_for(tiling_.strips, grain, threads_, [this](int64_t begin, int64_t end) { run_strips(begin, end); });
     return short_of_memory_ ? NF4L_USE_GEMM : NF4L_OK;
   }
