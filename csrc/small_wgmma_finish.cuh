@@ -10,8 +10,44 @@
 #include "mma_sm80.cuh"
 #include "small_wgmma_load.cuh"
 #include "small_wgmma_plan.h"
+#include "tma.cuh"
 
 namespace nf4l {
+
+// A row block that several blocks share belongs to the one that begins it: it has the block's bursts last in its stretch, the
+// others have theirs first. They leave their sums in their slot and go on, and the owner adds them up when it is done itself,
+// in order: the same bits at every call. Of the blocks that run, only the last to have started can wait for one that has not.
+//
+// Flags between blocks are a courier's business, a warp that does nothing else: no warp that multiplies waits until a sum has
+// reached memory, or asks for one that is already there.
+struct Mailbox {
+  uint32_t left;         // barrier: this block's sums are in its slot
+  uint32_t collectable;  // barrier: so are those of the blocks that it collects from
+
+  __device__ __forceinline__ Mailbox(uint32_t barriers) : left(barriers), collectable(barriers + 8) {}
+
+  __device__ __forceinline__ void init(int leaving_warps) const {
+    mbarrier_init(left, leaving_warps);
+    mbarrier_init(collectable, 1);
+  }
+
+  // The courier.
+  __device__ __forceinline__ void serve(const SmallWgmmaArgs& args, const Stretch& stretch, int lane) const {
+    if (stretch.leaves) {
+      mbarrier_wait(left, 0);
+      if (lane == 0) st_release_gpu(args.raised + blockIdx.x, 1);
+    }
+    if (stretch.collects) {
+      for (int block = blockIdx.x + 1 + lane; block < stretch.collects; block += WARP) {
+        while (ld_acquire_gpu(args.raised + block) == 0) {
+        }
+        args.raised[block] = 0;
+      }
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(collectable);
+    }
+  }
+};
 
 // A thread's sums of one row block, and who adds what to them. All warpgroups but the producer's come to each call together.
 template <class T, int SHAPE>
@@ -20,28 +56,25 @@ struct Finish {
   static constexpr int RESULTS = S.lane_results(), COLUMN = S.row_groups * WARPGROUP, THREADS = S.consumers() * WARPGROUP;
   using Sum = float[RESULTS];
   const SmallWgmmaArgs& args;
+  const Stretch& stretch;
+  const Mailbox mailbox;
   float* const shared_sums;
   const int k_group, column;  // column: thread among those of its k group
   const bool pairs;           // y takes two rows at a time
 
-  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, float* sums, int group)
-      : args(a), shared_sums(sums), k_group(group), column(threadIdx.x % COLUMN),
+  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, const Stretch& s, Mailbox box, float* sums, int group)
+      : args(a), stretch(s), mailbox(box), shared_sums(sums), k_group(group), column(threadIdx.x % COLUMN),
         pairs(a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0) {}
 
-  // The sums of row block `row_block` for units first .. last - 1.
-  //
-  // A row block that several blocks share belongs to the one that begins it: it has the block's bursts last in its stretch,
-  // the others have theirs first. They leave their sums in their slot and go on, waiting for nobody, and the owner adds
-  // them up when it is done itself, in order: the same bits at every call. Of the blocks that run, only the last to have
-  // started can wait for one that has not.
+  // The sums of row block `row_block`, whose units in the stretch begin with `first` and end before `last`.
   __device__ __forceinline__ void operator()(Sum& sum, int row_block, int first, int last) const {
-    const int begin = row_block * args.bursts, end = begin + args.bursts;
     if (S.k_groups > 1) add_k_groups(sum);
-    if (first > begin) {
+    if (k_group > 0) return;
+    if (first > row_block * args.bursts) {
       leave(sum);
     } else {
-      if (last < end) collect(sum, end);
-      if (k_group == 0) store(sum, row_block);
+      if (last < (row_block + 1) * args.bursts) collect(sum);
+      store(sum, row_block);
     }
   }
 
@@ -67,30 +100,19 @@ struct Finish {
   }
 
   __device__ __forceinline__ void leave(const Sum& sum) const {
-    if (k_group == 0) {
-      float4* to = slot(blockIdx.x);
+    float4* to = slot(blockIdx.x);
 #pragma unroll
-      for (int i = 0; i < RESULTS / 4; ++i) {
-        __stcg(to + i * COLUMN, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
-      }
-      __threadfence();
+    for (int i = 0; i < RESULTS / 4; ++i) {
+      __stcg(to + i * COLUMN, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
-    sync();
-    if (threadIdx.x == 0) st_release_gpu(args.raised + blockIdx.x, 1);
+    __syncwarp();
+    if (threadIdx.x % WARP == 0) mbarrier_arrive(mailbox.left);
   }
 
-  // The slots of the blocks behind this one that begin before unit `end`.
-  __device__ __forceinline__ void collect(Sum& sum, int end) const {
-    const int next = blockIdx.x + 1, stop = args.deal.blocks_before(end);
-    for (int block = next + threadIdx.x; block < stop; block += THREADS) {
-      while (ld_acquire_gpu(args.raised + block) == 0) {
-      }
-      args.raised[block] = 0;
-    }
-    sync();
-    if (k_group > 0) return;
+  __device__ __forceinline__ void collect(Sum& sum) const {
+    mbarrier_wait(mailbox.collectable, 0);
 #pragma unroll 2
-    for (int block = next; block < stop; ++block) {
+    for (int block = blockIdx.x + 1; block < stretch.collects; ++block) {
       const float4* from = slot(block);
 #pragma unroll
       for (int i = 0; i < RESULTS / 4; ++i) {
@@ -104,15 +126,18 @@ struct Finish {
   // neighbouring rows together, so 8x8 matrices are transposed on the way.
   __device__ __forceinline__ void store(const Sum& sum, int row_block) const {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const int first_row = row_block * S.block_rows() + column / WARP * TILE_ROWS;
+    const int row_group = column / WARPGROUP, warp = column % WARPGROUP / WARP;
+    const int first_row = row_block * S.block_rows() + row_group * S.stack * WARPGROUP_ROWS + warp * TILE_ROWS;
     uint16_t* const y = static_cast<uint16_t*>(args.y);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int bias_row = first_row + 8 * h + g, row = first_row + 8 * h + 2 * t;
+    for (int half = 0; half < 2 * S.stack; ++half) {
+      const int h = half % 2, stacked = half / 2;
+      const int eight = first_row + stacked * WARPGROUP_ROWS + 8 * h, bias_row = eight + g, row = eight + 2 * t;
       const float bias = args.bias && bias_row < args.n ? to_float(static_cast<const T*>(args.bias)[bias_row]) : 0.0f;
 #pragma unroll
-      for (int i = 0; i < RESULTS / 4; ++i) {
-        const uint32_t pair = movmatrix_trans(round_pair<T>(sum[4 * i + 2 * h] + bias, sum[4 * i + 2 * h + 1] + bias));
+      for (int i = 0; i < S.tokens / 8; ++i) {
+        const float* const of = sum + stacked * (S.tokens / 2) + 4 * i + 2 * h;
+        const uint32_t pair = movmatrix_trans(round_pair<T>(of[0] + bias, of[1] + bias));
         const int token = 8 * i + g;
         if (token < args.m) put(y + int64_t(token) * args.n + row, pair, args.n - row);
       }

@@ -28,12 +28,18 @@ struct Stretch {
   int begin, end;           // units
   int first_row_block;
   int row_blocks;           // that it meets
+  bool leaves;              // the first row block began before: another block owns it
+  int collects;             // the last one is this block's, and later blocks up to this number have parts of it; or 0
 
   __device__ __forceinline__ explicit Stretch(const SmallWgmmaArgs& a) {
     begin = a.deal.first_unit(blockIdx.x);
     end = a.deal.first_unit(blockIdx.x + 1);
     first_row_block = begin / a.bursts;
-    row_blocks = (end - 1) / a.bursts - first_row_block + 1;
+    const int last_row_block = (end - 1) / a.bursts, last_begin = last_row_block * a.bursts;
+    row_blocks = last_row_block - first_row_block + 1;
+    leaves = first_row_block * a.bursts < begin;
+    const bool cut = begin <= last_begin && end < last_begin + a.bursts;
+    collects = cut ? a.deal.blocks_before(last_begin + a.bursts) : 0;
   }
 };
 
@@ -76,7 +82,7 @@ struct Ring {
   int scale_bytes;  // of one row tile in a stage
 
   __device__ __forceinline__ Ring(uint32_t smem, const SmallWgmmaShared& map, bool nested, int k_group) {
-    scale_bytes = SmallWgmmaShared::scale_bytes(nested);
+    scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
     stages = smem + map.ring + k_group * S.stages * S.stage_bytes();
     scale_codes = smem + map.scale_codes + k_group * S.stages * S.row_tiles() * scale_bytes;
     barriers = smem + map.barriers + k_group * S.stages * 16;
@@ -84,7 +90,7 @@ struct Ring {
 
   __device__ __forceinline__ uint32_t x(int stage) const { return stages + stage * S.stage_bytes(); }
   __device__ __forceinline__ uint32_t codes(int stage, int row_tile) const {
-    return x(stage) + S.x_bytes() + row_tile * BURST * TILE_BYTES;
+    return x(stage) + S.x_bytes() + row_tile * S.burst * TILE_BYTES;
   }
   __device__ __forceinline__ uint32_t scales(int stage, int row_tile) const {
     return scale_codes + (stage * S.row_tiles() + row_tile) * scale_bytes;
@@ -93,25 +99,29 @@ struct Ring {
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
 };
 
-// The warp that feeds one k group.
+// What the copy engine knows of a call: x, and the weight's codes and block scales, in boxes of a unit.
+struct SmallWgmmaMaps {
+  CUtensorMap x, codes, scales;
+};
+
+// The thread that feeds one k group. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three boxes:
+// those of all row tiles together. Outside of the tensors they read zeros.
 template <int SHAPE>
 struct Producer {
   static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
   const SmallWgmmaArgs& args;
+  const SmallWgmmaMaps& maps;
   const Stretch& stretch;
   const Ring<SHAPE>& ring;
-  const int k_group, lane;
+  const int k_group;
   const uint64_t policy = createpolicy_evict_first();
 
   __device__ __forceinline__ void init_barriers() const {
-    if (lane == 0) {
-      for (int s = 0; s < S.stages; ++s) {
-        mbarrier_init(ring.full(s), 1);
-        mbarrier_init(ring.empty(s), S.row_groups * 4);  // one arrival a warp
-      }
-      fence_mbarrier_init();
+    for (int s = 0; s < S.stages; ++s) {
+      mbarrier_init(ring.full(s), 1);
+      mbarrier_init(ring.empty(s), S.row_groups * 4);  // one arrival a warp
     }
-    __syncwarp();
+    fence_mbarrier_init();
   }
 
   // The weights of as many units as there are stages; nothing that the kernel before may have written.
@@ -124,7 +134,7 @@ struct Producer {
   }
 
   // Activations for the stages that fill() began, then both for the rest of the stretch.
-  __device__ __forceinline__ void run(const CUtensorMap& x) const {
+  __device__ __forceinline__ void run() const {
     RingPosition<S.stages> at(1);
     Unit unit(args, stretch.begin + k_group);
     for (int i = 0, u = stretch.begin + k_group; u < stretch.end; ++i, u += S.k_groups) {
@@ -132,36 +142,21 @@ struct Producer {
         mbarrier_wait(ring.empty(at.stage), at.phase);
         load_weight(unit, at.stage);
       }
-      if (lane == 0) {
-#pragma unroll
-        for (int j = 0; j < BURST; ++j) {  // a tile beyond the last becomes zeros
-          cp_async_bulk_tensor_2d(ring.x(at.stage) + j * S.tokens * 128, &x, (unit.burst * BURST + j) * TILE_K4, 0,
-                                  ring.full(at.stage));
-        }
-      }
+      cp_async_bulk_tensor_3d(ring.x(at.stage), &maps.x, 0, 0, unit.burst * S.burst, ring.full(at.stage));
       unit.step(args, S.k_groups);
       at.step();
     }
   }
 
-  // Lane r copies the codes and scales of row tile r. Row tiles and k tiles that do not exist keep what is there: codes
-  // stand for numbers whatever they are, and scales of such k tiles are not looked at.
   __device__ __forceinline__ void load_weight(Unit unit, int stage) const {
-    const int row_tile = unit.row_block * S.row_tiles() + lane, tile = unit.burst * BURST;
-    const int tiles = min(BURST, args.k_tiles - tile);
-    const int row_tiles = min(S.row_tiles(), args.row_tiles - unit.row_block * S.row_tiles());
+    const int row_tile = unit.row_block * S.row_tiles(), tile = unit.burst * S.burst;
     const bool nested = args.nested_code != nullptr;
-    const int scale_bytes = nested ? 64 : tiles * 64;  // both kinds take 64 bytes for 16 rows; codes cover the burst
-    if (lane == 0) {
-      mbarrier_arrive_expect_tx(ring.full(stage), S.x_bytes() + row_tiles * (tiles * TILE_BYTES + scale_bytes));
-    }
-    __syncwarp();
-    if (lane >= row_tiles) return;
-    const int scale_columns = nested ? (args.k_tiles + BURST - 1) / BURST : args.k_tiles;
-    const int64_t scale_at = int64_t(row_tile) * scale_columns + (nested ? unit.burst : tile);
-    cp_async_bulk(ring.codes(stage, lane), args.codes + (int64_t(row_tile) * args.k_tiles + tile) * TILE_BYTES,
-                  tiles * TILE_BYTES, ring.full(stage), policy);
-    cp_async_bulk(ring.scales(stage, lane), args.scales + scale_at * 64, scale_bytes, ring.full(stage), policy);
+    const int scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
+    mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
+    cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, tile * (TILE_BYTES / 8), row_tile, ring.full(stage), policy);
+    // Both kinds of scales take 64 bytes for 16 rows; codes cover four tiles, float32 scales one.
+    cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? tile / BURST : tile) * 8, row_tile,
+                            ring.full(stage), policy);
   }
 };
 

@@ -16,25 +16,31 @@ constexpr int WARPGROUP_ROWS = 64;    // of the weight: the m of wgmma m64nNk16
 // A block is row_groups x k_groups warpgroups that multiply, and one that feeds them.
 struct SmallWgmmaShape {
   int tokens;        // rows of x that fit: the n of wgmma
-  int row_groups;    // warpgroups side by side, 64 rows each
+  int row_groups;    // warpgroups side by side
+  int stack;         // 64-row tiles of a warpgroup, multiplied by turns
   int k_groups;      // warpgroups that share rows: each takes every k_groups-th burst
-  int stages;        // of a k group's ring; a stage holds a burst
+  int burst;         // 64-input tiles of a unit: 2 or 4
+  int stages;        // of a k group's ring; a stage holds a unit
   int accumulators;  // 2: the scales of a tile are applied while the next tile multiplies
 
-  NF4L_HD constexpr int block_rows() const { return row_groups * WARPGROUP_ROWS; }
+  NF4L_HD constexpr int block_rows() const { return row_groups * stack * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
+  NF4L_HD constexpr int steps() const { return stack * burst; }  // 64 x 64 tiles of a unit, for a warpgroup
   NF4L_HD constexpr int consumers() const { return row_groups * k_groups; }
   NF4L_HD constexpr int threads() const { return (consumers() + 1) * WARPGROUP; }
-  NF4L_HD constexpr int lane_results() const { return tokens / 2; }
-  NF4L_HD constexpr int x_bytes() const { return BURST * tokens * TILE_K4 * 2; }  // of a stage
-  NF4L_HD constexpr int stage_bytes() const { return x_bytes() + row_tiles() * BURST * TILE_BYTES; }
+  NF4L_HD constexpr int lane_results() const { return stack * tokens / 2; }
+  NF4L_HD constexpr int x_bytes() const { return burst * tokens * TILE_K4 * 2; }  // of a stage
+  NF4L_HD constexpr int stage_bytes() const { return x_bytes() + row_tiles() * burst * TILE_BYTES; }
   // Sums of one row block, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * row_groups * WARPGROUP; }
 };
 
 // Everything that is compiled, for each 16-bit type: what wins somewhere, see dispatch.h.
 constexpr SmallWgmmaShape SMALL_WGMMA_SHAPES[] = {
-    {16, 1, 4, 2, 2}, {32, 2, 1, 4, 2}, {32, 4, 1, 3, 1}, {64, 2, 1, 3, 2}, {64, 2, 1, 3, 1},
+    {16, 1, 1, 4, 4, 2, 2}, {32, 2, 1, 1, 4, 4, 2}, {32, 4, 1, 1, 4, 3, 1}, {64, 2, 1, 1, 4, 3, 2}, {64, 2, 1, 1, 4, 3, 1},
+    {64, 2, 2, 1, 2, 4, 2}, {64, 2, 2, 1, 2, 4, 1}, {64, 3, 1, 1, 2, 4, 1}, {64, 3, 1, 1, 2, 4, 2},
+    {32, 2, 2, 1, 2, 6, 2}, {32, 2, 2, 1, 4, 3, 2}, {32, 3, 1, 1, 4, 3, 2}, {32, 4, 1, 1, 2, 6, 1},
+    {16, 2, 2, 1, 4, 3, 2}, {16, 4, 2, 1, 2, 4, 2}, {16, 4, 1, 1, 4, 3, 2}, {16, 2, 1, 1, 4, 4, 2}, {64, 2, 2, 1, 4, 2, 1}, {32, 2, 2, 1, 4, 3, 1},
 };
 constexpr int SMALL_WGMMA_SHAPE_COUNT = sizeof(SMALL_WGMMA_SHAPES) / sizeof(SMALL_WGMMA_SHAPES[0]);
 
@@ -55,25 +61,26 @@ constexpr int MAX_BLOCKS = 256;
 struct SmallWgmmaShared {
   static constexpr int TABLE_BYTES = 256 * 256;
 
-  int ring;           // [k_groups][stages] of: 16 bit x [BURST][tokens][64], codes [row_tiles][BURST][512]
-  int scale_codes;    // [k_groups][stages][row_tiles] of: 64 codes, or float [BURST][16] with plain absmax
+  int ring;           // [k_groups][stages] of: 16 bit x [burst][tokens][64], codes [row_tiles][burst][512]
+  int scale_codes;    // [k_groups][stages][row_tiles] of: 64 codes, or float [burst][16] with plain absmax
   int sums;           // float [k_groups - 1][slot_floats]
   int nested_code;    // float [256]
-  int scales;         // float [consumer warps][BURST][16], of the burst in hand
-  int barriers;       // uint64 [k_groups][stages][full, empty]
+  int scales;         // float [consumer warps][burst][stack][16], of the unit in hand
+  int barriers;       // uint64 [k_groups][stages][full, empty], [left, collectable]
   int nested_absmax;  // float [nested_groups], of the block's rows
   int total;
 
-  NF4L_HD static constexpr int scale_bytes(bool nested) { return nested ? 64 : BURST * TILE_ROWS * 4; }
+  // Of a row tile in a stage.
+  NF4L_HD static constexpr int scale_bytes(int burst, bool nested) { return nested ? 64 : burst * TILE_ROWS * 4; }
 
   NF4L_HD constexpr SmallWgmmaShared(SmallWgmmaShape shape, bool nested, int nested_groups)
       : ring(TABLE_BYTES),
         scale_codes(ring + shape.k_groups * shape.stages * shape.stage_bytes()),
-        sums(scale_codes + shape.k_groups * shape.stages * shape.row_tiles() * scale_bytes(nested)),
+        sums(scale_codes + shape.k_groups * shape.stages * shape.row_tiles() * scale_bytes(shape.burst, nested)),
         nested_code(sums + (shape.k_groups - 1) * shape.slot_floats() * 4),
         scales(nested_code + (nested ? 256 * 4 : 0)),
-        barriers(scales + shape.consumers() * 4 * BURST * TILE_ROWS * 4),
-        nested_absmax(barriers + shape.k_groups * shape.stages * 16),
+        barriers(scales + shape.consumers() * 4 * shape.stack * shape.burst * TILE_ROWS * 4),
+        nested_absmax(barriers + shape.k_groups * shape.stages * 16 + 16),
         total(nested_absmax + nested_groups * 4) {}
 };
 
@@ -103,7 +110,7 @@ struct SmallWgmmaPlan {
 inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least_units, int sms, int shared_limit,
                              SmallWgmmaPlan& plan) {
   const SmallWgmmaShape shape = SMALL_WGMMA_SHAPES[shape_index];
-  const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, BURST);
+  const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, shape.burst);
   if (row_blocks * shape.block_rows() * p.blocks_per_row > INT32_MAX || p.k > INT32_MAX / 2) return false;
   if (bursts < shape.k_groups) return false;
   const int64_t units = row_blocks * bursts;
