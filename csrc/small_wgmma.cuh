@@ -48,7 +48,7 @@ struct RegisterShare {
   int producer, consumer;
 
   NF4L_HD constexpr explicit RegisterShare(int consumers)
-      : producer(consumers == 2 ? 40 : 24),
+      : producer(consumers == 2 ? 40 : 32),
         consumer(((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1)) - producer) / consumers / 8 * 8) {}
 };
 
@@ -203,7 +203,7 @@ __device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallW
   const bool nested = args.nested_code != nullptr, feeds = warp < S.k_groups && lane == 0;
   const Ring<SHAPE> ring(smem_address(smem), map, nested, feeds ? warp : 0);
   const Producer<SHAPE> producer = {args, maps, stretch, ring, warp};
-  const Mailbox mailbox(smem_address(smem + map.barriers) + S.k_groups * S.stages * 16);
+  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.k_groups * S.stages * 16};
   if (feeds) {
     if (warp == 0) mailbox.init(S.row_groups * 4);
     producer.init_barriers();
@@ -254,8 +254,8 @@ __device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretc
       row_tile,
       second.offset + row * args.blocks_per_row};
   Consumer<T, SHAPE> consumer = {args, ring, scales, row_tile, lane, smem_address(smem), PairTable::lane_address(lane), first};
-  const Mailbox mailbox(smem_address(smem + map.barriers) + S.k_groups * S.stages * 16);
-  const Finish<T, SHAPE> finish(args, stretch, mailbox, reinterpret_cast<float*>(smem + map.sums), k_group);
+  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.k_groups * S.stages * 16};
+  const Finish<T, SHAPE> finish(args, mailbox, reinterpret_cast<float*>(smem + map.sums), k_group);
 
   int u = stretch.begin + k_group;
   if (u < stretch.end) consumer.start();

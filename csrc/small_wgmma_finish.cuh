@@ -21,20 +21,22 @@ namespace nf4l {
 // Flags between blocks are a courier's business, a warp that does nothing else: no warp that multiplies waits until a sum has
 // reached memory, or asks for one that is already there.
 struct Mailbox {
-  uint32_t left;         // barrier: this block's sums are in its slot
-  uint32_t collectable;  // barrier: so are those of the blocks that it collects from
+  uint32_t barriers;
 
-  __device__ __forceinline__ Mailbox(uint32_t barriers) : left(barriers), collectable(barriers + 8) {}
+  // This block's sums are in its slot.
+  __device__ __forceinline__ uint32_t left() const { return barriers; }
+  // So are those of the blocks that it collects from.
+  __device__ __forceinline__ uint32_t collectable() const { return barriers + 8; }
 
   __device__ __forceinline__ void init(int leaving_warps) const {
-    mbarrier_init(left, leaving_warps);
-    mbarrier_init(collectable, 1);
+    mbarrier_init(left(), leaving_warps);
+    mbarrier_init(collectable(), 1);
   }
 
   // The courier.
   __device__ __forceinline__ void serve(const SmallWgmmaArgs& args, const Stretch& stretch, int lane) const {
     if (stretch.leaves) {
-      mbarrier_wait(left, 0);
+      mbarrier_wait(left(), 0);
       if (lane == 0) st_release_gpu(args.raised + blockIdx.x, 1);
     }
     if (stretch.collects) {
@@ -44,7 +46,7 @@ struct Mailbox {
         args.raised[block] = 0;
       }
       __syncwarp();
-      if (lane == 0) mbarrier_arrive(collectable);
+      if (lane == 0) mbarrier_arrive(collectable());
     }
   }
 };
@@ -56,14 +58,13 @@ struct Finish {
   static constexpr int RESULTS = S.lane_results(), COLUMN = S.row_groups * WARPGROUP, THREADS = S.consumers() * WARPGROUP;
   using Sum = float[RESULTS];
   const SmallWgmmaArgs& args;
-  const Stretch& stretch;
   const Mailbox mailbox;
   float* const shared_sums;
   const int k_group, column;  // column: thread among those of its k group
   const bool pairs;           // y takes two rows at a time
 
-  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, const Stretch& s, Mailbox box, float* sums, int group)
-      : args(a), stretch(s), mailbox(box), shared_sums(sums), k_group(group), column(threadIdx.x % COLUMN),
+  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, Mailbox box, float* sums, int group)
+      : args(a), mailbox(box), shared_sums(sums), k_group(group), column(threadIdx.x % COLUMN),
         pairs(a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0) {}
 
   // The sums of row block `row_block`, whose units in the stretch begin with `first` and end before `last`.
@@ -73,7 +74,7 @@ struct Finish {
     if (first > row_block * args.bursts) {
       leave(sum);
     } else {
-      if (last < (row_block + 1) * args.bursts) collect(sum);
+      if (last < (row_block + 1) * args.bursts) collect(sum, (row_block + 1) * args.bursts);
       store(sum, row_block);
     }
   }
@@ -106,13 +107,15 @@ struct Finish {
       __stcg(to + i * COLUMN, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
     __syncwarp();
-    if (threadIdx.x % WARP == 0) mbarrier_arrive(mailbox.left);
+    if (threadIdx.x % WARP == 0) mbarrier_arrive(mailbox.left());
   }
 
-  __device__ __forceinline__ void collect(Sum& sum) const {
-    mbarrier_wait(mailbox.collectable, 0);
+  // The slots of the blocks behind this one that begin before unit `end`.
+  __device__ __forceinline__ void collect(Sum& sum, int end) const {
+    const int stop = args.deal.blocks_before(end);
+    mbarrier_wait(mailbox.collectable(), 0);
 #pragma unroll 2
-    for (int block = blockIdx.x + 1; block < stretch.collects; ++block) {
+    for (int block = blockIdx.x + 1; block < stop; ++block) {
       const float4* from = slot(block);
 #pragma unroll
       for (int i = 0; i < RESULTS / 4; ++i) {
