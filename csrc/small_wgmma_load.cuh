@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cuda_runtime.h>
+#include <limits.h>
 #include <stdint.h>
 
 #include "convert.cuh"
@@ -16,30 +17,26 @@ namespace nf4l {
 struct SmallWgmmaArgs : FourBitWeight {
   const void* bias;             // [n] or NULL
   void* y;                      // [m, n]
-  float4* slots;                // [blocks][lane_results / 4][row_groups * 128]
-  unsigned* raised;             // [blocks], zero before and after
+  float4* slots;                // [blocks][head, tail][lane_results / 4][row_groups * 128]
+  unsigned* arrived;            // [blocks], zero before and after
   int m;
   int bursts;                   // of one row block
   Deal deal;
 };
 
-// What a block works on.
+// What a block works on: units begin .. end - 1.
 struct Stretch {
-  int begin, end;           // units
-  int first_row_block;
-  int row_blocks;           // that it meets
-  bool leaves;              // the first row block began before: another block owns it
-  int collects;             // the last one is this block's, and later blocks up to this number have parts of it; or 0
+  int begin, end;
 
-  __device__ __forceinline__ explicit Stretch(const SmallWgmmaArgs& a) {
-    begin = a.deal.first_unit(blockIdx.x);
-    end = a.deal.first_unit(blockIdx.x + 1);
-    first_row_block = begin / a.bursts;
-    const int last_row_block = (end - 1) / a.bursts, last_begin = last_row_block * a.bursts;
-    row_blocks = last_row_block - first_row_block + 1;
-    leaves = first_row_block * a.bursts < begin;
-    const bool cut = begin <= last_begin && end < last_begin + a.bursts;
-    collects = cut ? a.deal.blocks_before(last_begin + a.bursts) : 0;
+  __device__ __forceinline__ explicit Stretch(const SmallWgmmaArgs& a)
+      : begin(a.deal.first_unit(blockIdx.x)), end(a.deal.first_unit(blockIdx.x + 1)) {}
+
+  // Second-level scales of the row blocks that it meets.
+  template <int SHAPE>
+  __device__ __forceinline__ NestedGroups nested_groups(const SmallWgmmaArgs& a) const {
+    constexpr int ROWS = SMALL_WGMMA_SHAPES[SHAPE].block_rows();
+    const int first = begin / a.bursts, last = (end - 1) / a.bursts;
+    return NestedGroups(a, first * ROWS, (last - first + 1) * ROWS);
   }
 };
 
@@ -82,7 +79,7 @@ struct Ring {
   int scale_bytes;  // of one row tile in a stage
 
   __device__ __forceinline__ Ring(uint32_t smem, const SmallWgmmaShared& map, bool nested, int k_group) {
-    scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
+    scale_bytes = SmallWgmmaShared::scale_bytes(nested);
     stages = smem + map.ring + k_group * S.stages * S.stage_bytes();
     scale_codes = smem + map.scale_codes + k_group * S.stages * S.row_tiles() * scale_bytes;
     barriers = smem + map.barriers + k_group * S.stages * 16;
@@ -90,7 +87,7 @@ struct Ring {
 
   __device__ __forceinline__ uint32_t x(int stage) const { return stages + stage * S.stage_bytes(); }
   __device__ __forceinline__ uint32_t codes(int stage, int row_tile) const {
-    return x(stage) + S.x_bytes() + row_tile * S.burst * TILE_BYTES;
+    return x(stage) + S.x_bytes() + row_tile * BURST * TILE_BYTES;
   }
   __device__ __forceinline__ uint32_t scales(int stage, int row_tile) const {
     return scale_codes + (stage * S.row_tiles() + row_tile) * scale_bytes;
@@ -116,7 +113,10 @@ struct Producer {
   const int k_group;
   const uint64_t policy = createpolicy_evict_first();
 
-  __device__ __forceinline__ void init_barriers() const {
+  __device__ __forceinline__ void init() const {
+    prefetch_tensormap(&maps.codes);
+    prefetch_tensormap(&maps.scales);
+    prefetch_tensormap(&maps.x);
     for (int s = 0; s < S.stages; ++s) {
       mbarrier_init(ring.full(s), 1);
       mbarrier_init(ring.empty(s), S.row_groups * 4);  // one arrival a warp
@@ -126,36 +126,51 @@ struct Producer {
 
   // The weights of as many units as there are stages; nothing that the kernel before may have written.
   __device__ __forceinline__ void fill() const {
-    Unit unit(args, stretch.begin + k_group);
-    for (int s = 0, u = stretch.begin + k_group; s < S.stages && u < stretch.end; ++s, u += S.k_groups) {
-      load_weight(unit, s);
+    each(0, S.stages, [&](Unit unit, int stage) { load_weight(unit, stage); });
+  }
+
+  // Activations for them.
+  __device__ __forceinline__ void fill_x() const {
+    each(0, S.stages, [&](Unit unit, int stage) { load_x(unit, stage); });
+  }
+
+  // The rest of the stretch.
+  __device__ __forceinline__ void run() const {
+    uint32_t phase = 0;
+    each(S.stages, INT_MAX, [&](Unit unit, int stage) {
+      mbarrier_wait(ring.empty(stage), phase);
+      load_weight(unit, stage);
+      load_x(unit, stage);
+      if (stage == S.stages - 1) phase ^= 1;
+    });
+  }
+
+  // f(unit, stage) for the units first .. last - 1 of this k group's share, as far as they exist.
+  template <class F>
+  __device__ __forceinline__ void each(int first, int last, F f) const {
+    const int begin = stretch.begin + k_group + first * S.k_groups;
+    if (begin >= stretch.end) return;
+    Unit unit(args, begin);
+    int stage = 0;
+    for (int i = first, u = begin; i < last && u < stretch.end; ++i, u += S.k_groups) {
+      f(unit, stage);
       unit.step(args, S.k_groups);
+      stage = stage + 1 == S.stages ? 0 : stage + 1;
     }
   }
 
-  // Activations for the stages that fill() began, then both for the rest of the stretch.
-  __device__ __forceinline__ void run() const {
-    RingPosition<S.stages> at(1);
-    Unit unit(args, stretch.begin + k_group);
-    for (int i = 0, u = stretch.begin + k_group; u < stretch.end; ++i, u += S.k_groups) {
-      if (i >= S.stages) {
-        mbarrier_wait(ring.empty(at.stage), at.phase);
-        load_weight(unit, at.stage);
-      }
-      cp_async_bulk_tensor_3d(ring.x(at.stage), &maps.x, 0, 0, unit.burst * S.burst, ring.full(at.stage));
-      unit.step(args, S.k_groups);
-      at.step();
-    }
+  __device__ __forceinline__ void load_x(Unit unit, int stage) const {
+    cp_async_bulk_tensor_3d(ring.x(stage), &maps.x, 0, 0, unit.burst * BURST, ring.full(stage));
   }
 
   __device__ __forceinline__ void load_weight(Unit unit, int stage) const {
-    const int row_tile = unit.row_block * S.row_tiles(), tile = unit.burst * S.burst;
+    const int row_tile = unit.row_block * S.row_tiles(), tile = unit.burst * BURST;
     const bool nested = args.nested_code != nullptr;
-    const int scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
+    const int scale_bytes = SmallWgmmaShared::scale_bytes(nested);
     mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
     cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, tile * (TILE_BYTES / 8), row_tile, ring.full(stage), policy);
     // Both kinds of scales take 64 bytes for 16 rows; codes cover four tiles, float32 scales one.
-    cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? tile / BURST : tile) * 8, row_tile,
+    cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? unit.burst : tile) * 8, row_tile,
                             ring.full(stage), policy);
   }
 };

@@ -16,71 +16,62 @@ constexpr int WARPGROUP_ROWS = 64;    // of the weight: the m of wgmma m64nNk16
 // A block is row_groups x k_groups warpgroups that multiply, and one that feeds them.
 struct SmallWgmmaShape {
   int tokens;        // rows of x that fit: the n of wgmma
-  int row_groups;    // warpgroups side by side
-  int stack;         // 64-row tiles of a warpgroup, multiplied by turns
+  int row_groups;    // warpgroups side by side, 64 rows each
   int k_groups;      // warpgroups that share rows: each takes every k_groups-th burst
-  int burst;         // 64-input tiles of a unit: 2 or 4
-  int stages;        // of a k group's ring; a stage holds a unit
+  int stages;        // of a k group's ring; a stage holds a burst
   int accumulators;  // 2: the scales of a tile are applied while the next tile multiplies
 
-  NF4L_HD constexpr int block_rows() const { return row_groups * stack * WARPGROUP_ROWS; }
+  NF4L_HD constexpr int block_rows() const { return row_groups * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
-  NF4L_HD constexpr int steps() const { return stack * burst; }  // 64 x 64 tiles of a unit, for a warpgroup
   NF4L_HD constexpr int consumers() const { return row_groups * k_groups; }
   NF4L_HD constexpr int threads() const { return (consumers() + 1) * WARPGROUP; }
-  NF4L_HD constexpr int lane_results() const { return stack * tokens / 2; }
-  NF4L_HD constexpr int x_bytes() const { return burst * tokens * TILE_K4 * 2; }  // of a stage
-  NF4L_HD constexpr int stage_bytes() const { return x_bytes() + row_tiles() * burst * TILE_BYTES; }
+  NF4L_HD constexpr int lane_results() const { return tokens / 2; }
+  NF4L_HD constexpr int x_bytes() const { return BURST * tokens * TILE_K4 * 2; }  // of a stage
+  NF4L_HD constexpr int stage_bytes() const { return x_bytes() + row_tiles() * BURST * TILE_BYTES; }
   // Sums of one row block, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * row_groups * WARPGROUP; }
 };
 
 // Everything that is compiled, for each 16-bit type: what wins somewhere, see dispatch.h.
 constexpr SmallWgmmaShape SMALL_WGMMA_SHAPES[] = {
-    {16, 1, 1, 4, 4, 2, 2}, {32, 2, 1, 1, 4, 4, 2}, {32, 4, 1, 1, 4, 3, 1}, {64, 2, 1, 1, 4, 3, 2}, {64, 2, 1, 1, 4, 3, 1},
-    {64, 2, 2, 1, 2, 4, 2}, {64, 2, 2, 1, 2, 4, 1}, {64, 3, 1, 1, 2, 4, 1}, {64, 3, 1, 1, 2, 4, 2},
-    {32, 2, 2, 1, 2, 6, 2}, {32, 2, 2, 1, 4, 3, 2}, {32, 3, 1, 1, 4, 3, 2}, {32, 4, 1, 1, 2, 6, 1},
-    {16, 2, 2, 1, 4, 3, 2}, {16, 4, 2, 1, 2, 4, 2}, {16, 4, 1, 1, 4, 3, 2}, {16, 2, 1, 1, 4, 4, 2}, {64, 2, 2, 1, 4, 2, 1}, {32, 2, 2, 1, 4, 3, 1},
+    {16, 1, 4, 2, 2}, {16, 4, 1, 3, 2}, {32, 2, 1, 4, 2}, {32, 4, 1, 3, 1}, {64, 2, 1, 3, 1},
 };
 constexpr int SMALL_WGMMA_SHAPE_COUNT = sizeof(SMALL_WGMMA_SHAPES) / sizeof(SMALL_WGMMA_SHAPES[0]);
 
 // Index of a compiled shape; asking for another at compile time does not compile.
-constexpr int small_wgmma_shape(int tokens, int row_groups, int accumulators) {
+constexpr int small_wgmma_shape(int tokens, int row_groups) {
   int i = 0;
-  while (SMALL_WGMMA_SHAPES[i].tokens != tokens || SMALL_WGMMA_SHAPES[i].row_groups != row_groups ||
-         SMALL_WGMMA_SHAPES[i].accumulators != accumulators) {
-    ++i;
-  }
+  while (SMALL_WGMMA_SHAPES[i].tokens != tokens || SMALL_WGMMA_SHAPES[i].row_groups != row_groups) ++i;
   return i;
 }
 
-// Blocks of a launch: each has a flag.
+// Blocks of a launch: each has a counter.
 constexpr int MAX_BLOCKS = 256;
 
 // Byte offsets in a block's shared memory. The pair table is at 0; swizzled tiles of x begin at multiples of 1024.
 struct SmallWgmmaShared {
   static constexpr int TABLE_BYTES = 256 * 256;
 
-  int ring;           // [k_groups][stages] of: 16 bit x [burst][tokens][64], codes [row_tiles][burst][512]
-  int scale_codes;    // [k_groups][stages][row_tiles] of: 64 codes, or float [burst][16] with plain absmax
+  int ring;           // [k_groups][stages] of: 16 bit x [BURST][tokens][64], codes [row_tiles][BURST][512]
+  int scale_codes;    // [k_groups][stages][row_tiles] of: 64 codes, or float [BURST][16] with plain absmax
   int sums;           // float [k_groups - 1][slot_floats]
   int nested_code;    // float [256]
-  int scales;         // float [consumer warps][burst][stack][16], of the unit in hand
-  int barriers;       // uint64 [k_groups][stages][full, empty], [left, collectable]
+  int scales;         // float [consumer warps][BURST][16], of the burst in hand
+  int barriers;       // uint64 [k_groups][stages][full, empty], then those of the mailbox
   int nested_absmax;  // float [nested_groups], of the block's rows
   int total;
 
   // Of a row tile in a stage.
-  NF4L_HD static constexpr int scale_bytes(int burst, bool nested) { return nested ? 64 : burst * TILE_ROWS * 4; }
+  NF4L_HD static constexpr int scale_bytes(bool nested) { return nested ? 64 : BURST * TILE_ROWS * 4; }
 
   NF4L_HD constexpr SmallWgmmaShared(SmallWgmmaShape shape, bool nested, int nested_groups)
       : ring(TABLE_BYTES),
         scale_codes(ring + shape.k_groups * shape.stages * shape.stage_bytes()),
-        sums(scale_codes + shape.k_groups * shape.stages * shape.row_tiles() * scale_bytes(shape.burst, nested)),
+        sums(scale_codes + shape.k_groups * shape.stages * shape.row_tiles() * scale_bytes(nested)),
         nested_code(sums + (shape.k_groups - 1) * shape.slot_floats() * 4),
         scales(nested_code + (nested ? 256 * 4 : 0)),
-        barriers(scales + shape.consumers() * 4 * shape.stack * shape.burst * TILE_ROWS * 4),
-        nested_absmax(barriers + shape.k_groups * shape.stages * 16 + 16),
+        barriers(scales + shape.consumers() * 4 * BURST * TILE_ROWS * 4),
+        nested_absmax(barriers + shape.k_groups * shape.stages * 16 + 4 * 8),
         total(nested_absmax + nested_groups * 4) {}
 };
 
@@ -96,6 +87,21 @@ struct Deal {
   }
 };
 
+// The blocks that have units of one row block: owner .. stop - 1, of which the owner begins it.
+struct Sharers {
+  // More would be too many that wait for blocks which may not have started.
+  static constexpr int MOST_SPREAD = 8;
+
+  int owner, stop;
+
+  NF4L_HD constexpr Sharers(const Deal& deal, int row_block, int bursts)
+      : owner(deal.blocks_before(row_block * bursts + 1) - 1), stop(deal.blocks_before((row_block + 1) * bursts)) {}
+
+  NF4L_HD constexpr int count() const { return stop - owner; }
+  // Whether each of them adds up a part of the sums; else the owner adds the others' to its own.
+  NF4L_HD constexpr bool spread() const { return count() >= 3 && count() <= MOST_SPREAD; }
+};
+
 // One launch: units, (row block, burst), lie in one line, and each block of the grid has a stretch of it.
 struct SmallWgmmaPlan {
   int shape;        // in SMALL_WGMMA_SHAPES
@@ -103,14 +109,14 @@ struct SmallWgmmaPlan {
   int blocks;
   Deal deal;
   int shared_bytes;
-  int64_t workspace_bytes;  // 0 where no row block is cut; else a slot a block, and a set of flags at the end
+  int64_t workspace_bytes;  // 0 where no row block is cut; else two slots a block, and a set of counters at the end
 };
 
 // Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32 bits.
 inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least_units, int sms, int shared_limit,
                              SmallWgmmaPlan& plan) {
   const SmallWgmmaShape shape = SMALL_WGMMA_SHAPES[shape_index];
-  const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, shape.burst);
+  const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, BURST);
   if (row_blocks * shape.block_rows() * p.blocks_per_row > INT32_MAX || p.k > INT32_MAX / 2) return false;
   if (bursts < shape.k_groups) return false;
   const int64_t units = row_blocks * bursts;
@@ -126,7 +132,7 @@ inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least
   if (shared > shared_limit) return false;
   const bool cut = bursts > 1 && (extra > 0 || base % bursts > 0);
   plan = {shape_index, int(bursts), int(blocks), {int(base), int(extra)}, int(shared),
-          cut ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
+          cut ? blocks * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
 }
 

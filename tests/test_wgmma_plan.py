@@ -1,5 +1,5 @@
-"""How the wgmma engine deals its work, walked on the host: every unit once, every partial sum added once, no wait in a
-circle, memory that suffices."""
+"""How the wgmma engine deals its work, walked on the host: every unit once, blocks that agree on who shares what, no wait
+in a circle, memory that suffices."""
 
 import shutil
 import subprocess
@@ -49,33 +49,31 @@ def check_walk(answer: str, n: int, k: int, sms: int, least: int) -> None:
     assert len(blocks) == count <= min(sms, 256) and shared <= SHARED
     expected = 0
     done: dict[int, list[tuple[int, int]]] = {}
-    left, added = set(), {}
+    met: dict[int, list[int]] = {}
+    agreed: dict[int, tuple[int, ...]] = {}
     for block, text in enumerate(blocks):
         stretch, *segments = text.split(",")
         begin, end = numbers(stretch)
         assert begin == expected and end - begin >= min(max(least, k_groups), row_blocks * bursts)
         expected = end
         for index, segment in enumerate(segments):
-            row_block, first, last, stop = numbers(segment)
+            row_block, first, last, *sharers = numbers(segment)
             done.setdefault(row_block, []).append((first, last))
-            if stop < 0:
-                assert index == 0, "sums are left before anything is waited for"
-                left.add(block)
-            else:
-                assert stop > block and (stop == block + 1 or index == len(segments) - 1)
-                for other in range(block + 1, stop):
-                    assert added.setdefault(other, row_block) == row_block and other not in left
-                    # The slot holds the sum of this row block.
-                    theirs = numbers(blocks[other].split(",")[1])
-                    assert theirs[0] == row_block and theirs[3] == -1
+            met.setdefault(row_block, []).append(block)
+            assert agreed.setdefault(row_block, tuple(sharers)) == tuple(sharers)
+            # A head is what a stretch begins with and a tail what it ends with, so each has its slot and its counter.
+            assert first == row_block * bursts or index == 0
+            assert last == (row_block + 1) * bursts or index == len(segments) - 1
     assert expected == row_blocks * bursts
-    assert left == added.keys(), "every slot is read once"
     for row_block in range(row_blocks):
         spans = done[row_block]
         assert spans[0][0] == row_block * bursts and spans[-1][1] == (row_block + 1) * bursts
         assert all(a[1] == b[0] for a, b in pairwise(spans))
-    assert (workspace > 0) == bool(left)
-    assert not left or workspace == count * tokens * 64 * row_groups * 4 + 1024
+        owner, stop, spread = agreed[row_block]
+        assert met[row_block] == list(range(owner, stop))
+        assert spread == (3 <= stop - owner <= 8)
+    cut = any(len(blocks) > 1 for blocks in met.values())
+    assert workspace == (count * 2 * tokens * 64 * row_groups * 4 + 1024 if cut else 0)
 
 
 @QUICK
@@ -147,8 +145,8 @@ def test_second_level_scales_fit_into_their_place(program, shape, rows, tiles, e
         met = (end - 1) // bursts - begin // bursts + 1
         # One group more at each end: the first block of a stretch may lie anywhere in its group.
         most = max(most, ((255 + (met * block_rows - 1) * kb_full + tiles - 1) >> 8) + 1)
-    tables = 65536 + 1024 + 4 * k_groups * row_groups * 256
-    stages = {(16, 1): 2, (32, 2): 4, (32, 4): 3, (64, 2): 3}[numbers(plan)[0], row_groups] * k_groups
+    tables = 65536 + 1024 + 4 * k_groups * row_groups * 256 + 32
+    stages = {(16, 1): 2, (16, 4): 3, (32, 2): 4, (32, 4): 3, (64, 2): 3}[numbers(plan)[0], row_groups] * k_groups
     stage = 4 * numbers(plan)[0] * 128 + row_groups * 4 * (2048 + 64)
     sums = (k_groups - 1) * numbers(plan)[0] * block_rows * 4
     assert shared - (tables + stages * (stage + 16) + sums) >= most * 4
