@@ -44,14 +44,18 @@ struct LaunchRow {
 constexpr LaunchRow LAUNCH_TABLE[] = {
     // arch      m      n * k        shape                    whole slice
     {80, 999, 1, 1, 40'000'000, small_batch_shape(1, 1), ANY, ANY},   // 4096x4096 6.1 (two row tiles: 6.5)
-    {80, 999, 1, 1, ANY, small_batch_shape(2, 1), ANY, ANY},          // 4096x14336 13.1 (one: 13.9)
+    {80, 999, 1, 1, 200'000'000, small_batch_shape(2, 1), ANY, ANY},  // 4096x14336 13.1 (one: 13.9)
+    {90, 119, 1, 1, ANY, small_batch_shape(2, 1, 12), ANY, ANY},      // 57344x8192 67.8 (eight warps: 70.1)
+    {80, 999, 1, 1, ANY, small_batch_shape(2, 1), ANY, ANY},
     {86, 89, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {86, 89, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
     {120, 129, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {120, 129, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
     {80, 119, 2, 8, 40'000'000, small_batch_shape(1, 8), 128, 64},    // 4096x4096 6.5 (two: 7.0), 6144x4096 8.0
     {80, 119, 2, 8, 90'000'000, small_batch_shape(2, 8), 64, 64},     // 4096x14336 14.4 (one: 15.2), 8192x8192 15.7 (16.2)
-    {80, 119, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},           // 28672x4096 22.6 (one: 23.3)
+    {80, 119, 2, 8, 400'000'000, small_batch_shape(2, 8), 64, 112},   // 28672x4096 22.6 (one: 23.3)
+    {90, 119, 2, 8, ANY, small_batch_shape(2, 8, 12), 64, 112},       // 57344x8192 72.7 (eight warps: 74.3)
+    {80, 89, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},
     {80, 119, 9, 16, 32'000'000, small_batch_shape(1, 16), 64, 64},   // 4096x4096 8.1 (two: 8.7), 6144x4096 9.8 (10.3)
     {80, 119, 9, 16, ANY, small_batch_shape(2, 16), 0, 40},           // 8192x8192 17.9 (one: 19.7)
     {80, 119, 17, 32, ANY, small_batch_shape(1, 32), 0, 32},          // 4096x4096 10.5 (wgmma: 11.6), 28672x4096 44.0

@@ -31,9 +31,9 @@ SPECS = (
     FourBitSpec("nf4", 130, 704, double_quant=False),  # a last burst of three tiles
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
-# Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after the seven shapes of the small-batch engine.
+# Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after those of the small-batch engine.
 SHAPES = (16, 16, 32, 32, 64)
-FIRST_SHAPE = 7
+FIRST_SHAPE = 9
 FOUR_K_GROUPS = 0  # this shape needs four bursts
 TOKENS = (17, 31, 32, 33, 48, 64)
 
