@@ -1,5 +1,5 @@
-"""How the wgmma engine deals its work, walked on the host: every unit once, blocks that agree on who shares what, memory
-that suffices."""
+"""How the wgmma engine deals its work, walked on the host: every unit once, blocks that agree on who shares what, and
+memory that suffices."""
 
 import shutil
 import subprocess
