@@ -72,11 +72,11 @@ struct WgmmaRow {
 // Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k       n * k                    shape                      (the other engine, or another shape)
-    {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 1)},  // 4096x14336 17.3 (18.1)
-    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 26.6 (27.8), 57344x8192 78.1 (92.6)
-    {17, 32, 0, 20'000'000, 100'000'000, small_wgmma_shape(32, 2)},      // 6144x4096 13.4 (13.7), 8192x8192 21.7 (22.0)
-    {17, 32, 0, 100'000'000, ANY, small_wgmma_shape(32, 4)},             // 28672x4096 30.1 (31.7), 57344x8192 93.7 (104)
-    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 13.1, 57344x8192 130
+    {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 17.4 (18.1)
+    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 26.2 (27.8), 57344x8192 77.1 (92.6)
+    {17, 32, 0, 15'000'000, 60'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.4 (11.0), 4096x14336 19.1 (19.9)
+    {17, 32, 0, 60'000'000, ANY, small_wgmma_shape(32, 4)},              // 8192x8192 20.3 (21.2), 57344x8192 90.9 (100.3)
+    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.8, 57344x8192 128
 };
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;

@@ -171,7 +171,7 @@ struct Consumer {
     __syncwarp();
     if (lane == 0) mbarrier_arrive(ring.empty(stage));
     const int row_block = unit.row_block;
-    unit.step(args, S.k_groups);
+    unit.step(args);
     scales.block += (unit.row_block - row_block) * S.block_rows() * args.blocks_per_row;
   }
 };
@@ -181,15 +181,15 @@ template <int SHAPE>
 __device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps, const Stretch& stretch,
                                         char* smem, int warp, int lane) {
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  const bool nested = args.nested_code != nullptr, feeds = warp < S.k_groups && lane == 0;
+  const bool nested = args.nested_code != nullptr, feeds = warp == 0 && lane == 0;
   const SmallWgmmaShared map(S, nested, 0);
-  const Ring<SHAPE> ring(smem_address(smem), map, nested, feeds ? warp : 0);
-  const Producer<SHAPE> producer = {args, maps, stretch, ring, warp};
-  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.k_groups * S.stages * 16};
+  const Ring<SHAPE> ring(smem_address(smem), map, nested);
+  const Producer<SHAPE> producer = {args, maps, stretch, ring};
+  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.stages * 16};
   if (feeds) {
     producer.init();
     producer.fill();
-    if (warp == 0) mailbox.init(S.row_groups * 4);
+    mailbox.init(S.row_groups * 4);
   }
   if (nested) {
     const int thread = warp * WARP + lane;
@@ -204,8 +204,7 @@ __device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallW
   if (nested) cp_async_wait_all();
   __syncthreads();
   if (feeds) producer.run();
-  // With four k groups there is no idle warp, and the courier starts when all copies have.
-  if (warp == S.k_groups % 4 && lane == 0) mailbox.serve(args, stretch);
+  if (warp == 1 && lane == 0) mailbox.serve(args, stretch);
 }
 
 // Multiplies and finishes, row block by row block.
@@ -215,11 +214,9 @@ __device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretc
   const bool nested = args.nested_code != nullptr;
   const SmallWgmmaShared map(S, nested, 0);
   const float nested_offset = nested ? __ldg(args.nested_offset) : 0.0f;
-  PairTable::fill<S.consumers() * 4>(smem, args.codebook, warp, lane);
-  const int k_group = warp / (S.row_groups * 4), row_tile = warp % (S.row_groups * 4);
-  const Ring<SHAPE> ring(smem_address(smem), map, nested, k_group);
-  const Unit first(args, stretch.begin + k_group);
-  const int row = (first.row_block - stretch.begin / args.bursts) * S.block_rows() + row_tile * TILE_ROWS + lane / 4;
+  PairTable::fill<S.row_tiles()>(smem, args.codebook, warp, lane);
+  const Ring<SHAPE> ring(smem_address(smem), map, nested);
+  const int row = warp * TILE_ROWS + lane / 4;
   const WarpScales scales = {
       smem_address(smem + map.scales) + warp * (BURST * TILE_ROWS * 4),
       nested ? reinterpret_cast<const float*>(smem + map.nested_code) : nullptr,
@@ -231,16 +228,16 @@ __device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretc
   __syncthreads();
   grid_wait();  // slots and y may be in use until then
 
-  Consumer<T, SHAPE> consumer = {args, ring, scales, row_tile, lane, smem_address(smem), PairTable::lane_address(lane), first};
-  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.k_groups * S.stages * 16};
-  const Finish<T, SHAPE> finish(args, mailbox, reinterpret_cast<float*>(smem + map.sums), k_group);
+  Consumer<T, SHAPE> consumer = {args, ring, scales, warp, lane, smem_address(smem), PairTable::lane_address(lane),
+                                Unit(args, stretch.begin)};
+  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.stages * 16};
+  const Finish<T, SHAPE> finish(args, mailbox);
 
-  int u = stretch.begin + k_group;
-  if (u < stretch.end) consumer.start();
+  consumer.start();
   consumer.clear();
   for (int begin = stretch.begin; begin < stretch.end;) {
     const int row_block = begin / args.bursts, end = min(stretch.end, (row_block + 1) * args.bursts);
-    for (; u < end; u += S.k_groups) consumer.multiply(u + S.k_groups < stretch.end);
+    for (int u = begin; u < end; ++u) consumer.multiply(u + 1 < stretch.end);
     finish(consumer.sum, row_block, begin, end);
     consumer.clear();
     begin = end;
@@ -254,13 +251,13 @@ __global__ void __launch_bounds__(SMALL_WGMMA_SHAPES[SHAPE].threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  constexpr RegisterShare REGISTERS(S.consumers());
+  constexpr RegisterShare REGISTERS(S.row_groups);
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const Stretch stretch(args);
-  if (warp >= S.consumers() * 4) {
+  if (warp >= S.row_tiles()) {
     setmaxnreg_dec<REGISTERS.producer>();
-    produce<SHAPE>(args, maps, stretch, smem, warp - S.consumers() * 4, lane);
+    produce<SHAPE>(args, maps, stretch, smem, warp - S.row_tiles(), lane);
   } else {
     setmaxnreg_inc<REGISTERS.consumer>();
     consume<T, SHAPE>(args, stretch, smem, warp, lane);

@@ -73,26 +73,21 @@ struct Mailbox {
   }
 };
 
-// A thread's sums of one row block, and who adds what to them. All warpgroups but the producer's come to each call together.
+// A thread's sums of one row block, and who adds what to them.
 template <class T, int SHAPE>
 struct Finish {
   static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  static constexpr int RESULTS = S.lane_results(), COLUMN = S.row_groups * WARPGROUP, THREADS = S.consumers() * WARPGROUP;
+  static constexpr int RESULTS = S.lane_results(), COLUMN = S.row_groups * WARPGROUP, EIGHTS = RESULTS / 4;
   using Sum = float[RESULTS];
   const SmallWgmmaArgs& args;
   const Mailbox mailbox;
-  float* const shared_sums;
-  const int k_group, column;  // column: thread among those of its k group
-  const bool pairs;           // y takes two rows at a time
+  const bool pairs;  // y takes two rows at a time
 
-  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, Mailbox box, float* sums, int group)
-      : args(a), mailbox(box), shared_sums(sums), k_group(group), column(threadIdx.x % COLUMN),
-        pairs(a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0) {}
+  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, Mailbox box)
+      : args(a), mailbox(box), pairs(a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0) {}
 
   // The sums of row block `row_block`, whose units in the stretch begin with `first` and end before `last`.
   __device__ __forceinline__ void operator()(Sum& sum, int row_block, int first, int last) const {
-    if (S.k_groups > 1) add_k_groups(sum);
-    if (k_group > 0) return;
     if (first > row_block * args.bursts) {
       leave(sum, Mailbox::HEAD);
       return;
@@ -107,45 +102,27 @@ struct Finish {
     }
     const float2 bias = load_bias(row_block);
 #pragma unroll
-    for (int i = 0; i < RESULTS / 4; ++i) {
+    for (int i = 0; i < EIGHTS; ++i) {
       store(make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]), i, row_block, bias);
     }
   }
 
   // What this block adds up at its end.
   __device__ __forceinline__ void end(const Stretch& stretch) const {
-    if (k_group > 0) return;
     const int first = stretch.begin / args.bursts, last = (stretch.end - 1) / args.bursts;
     if (first * args.bursts < stretch.begin) add_up(first, Mailbox::HEAD);
     if (last * args.bursts >= stretch.begin && stretch.end < (last + 1) * args.bursts) add_up(last, Mailbox::TAIL);
   }
 
-  __device__ __forceinline__ static void sync() { asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory"); }
-
-  __device__ __forceinline__ void add_k_groups(Sum& sum) const {
-    sync();  // the sums of the row block before have been read
-    if (k_group > 0) {
-#pragma unroll
-      for (int i = 0; i < RESULTS; ++i) shared_sums[((k_group - 1) * RESULTS + i) * COLUMN + column] = sum[i];
-    }
-    sync();
-    if (k_group > 0) return;
-#pragma unroll
-    for (int g = 0; g < S.k_groups - 1; ++g) {
-#pragma unroll
-      for (int i = 0; i < RESULTS; ++i) sum[i] += shared_sums[(g * RESULTS + i) * COLUMN + column];
-    }
-  }
-
   // This thread's column of a slot: element i * COLUMN has its results for tokens 8 i .. 8 i + 7.
   __device__ __forceinline__ float4* slot(int block, Mailbox::Which which) const {
-    return args.slots + (int64_t(block) * 2 + which) * (S.slot_floats() / 4) + column;
+    return args.slots + (int64_t(block) * 2 + which) * (S.slot_floats() / 4) + threadIdx.x;
   }
 
   __device__ __forceinline__ void leave(const Sum& sum, Mailbox::Which which) const {
     float4* to = slot(blockIdx.x, which);
 #pragma unroll
-    for (int i = 0; i < RESULTS / 4; ++i) {
+    for (int i = 0; i < EIGHTS; ++i) {
       __stcg(to + i * COLUMN, make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]));
     }
     __syncwarp();
@@ -159,38 +136,45 @@ struct Finish {
     for (int block = sharers.owner + 1; block < sharers.stop; ++block) {
       const float4* from = slot(block, Mailbox::HEAD);
 #pragma unroll
-      for (int i = 0; i < RESULTS / 4; ++i) {
+      for (int i = 0; i < EIGHTS; ++i) {
         const float4 v = __ldcg(from + i * COLUMN);
         sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
       }
     }
   }
 
-  // Each of the sharers: some of the tokens.
+  // Each of the sharers: every count-th eight of the tokens, beginning with that of its rank. All loads are under way at once.
   __device__ __forceinline__ void add_up(int row_block, Mailbox::Which which) const {
+    constexpr int MOST = (EIGHTS + Sharers::LEAST_SPREAD - 1) / Sharers::LEAST_SPREAD;
     const Sharers sharers(args.deal, row_block, args.bursts);
-    const int rank = blockIdx.x - sharers.owner;
-    if (!sharers.spread() || rank >= RESULTS / 4) return;
-    mbarrier_wait(mailbox.complete(which), 0);
+    const int count = sharers.count(), rank = blockIdx.x - sharers.owner;
+    if (!sharers.spread() || rank >= EIGHTS) return;
     const float2 bias = load_bias(row_block);
-    for (int i = rank; i < RESULTS / 4; i += sharers.count()) {
-      float4 v[Sharers::MOST_SPREAD];
+    mbarrier_wait(mailbox.complete(which), 0);
+    float4 v[MOST][Sharers::MOST_SPREAD];
+#pragma unroll
+    for (int j = 0; j < MOST; ++j) {
 #pragma unroll
       for (int s = 0; s < Sharers::MOST_SPREAD; ++s) {
-        const float4* from = slot(sharers.owner + s, s == 0 ? Mailbox::TAIL : Mailbox::HEAD) + i * COLUMN;
-        v[s] = s < sharers.count() ? __ldcg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        const int eight = rank + j * count;
+        const float4* from = slot(sharers.owner + s, s == 0 ? Mailbox::TAIL : Mailbox::HEAD) + eight * COLUMN;
+        v[j][s] = s < count && eight < EIGHTS ? __ldcg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       }
+    }
+#pragma unroll
+    for (int j = 0; j < MOST; ++j) {
+      float4 sum = v[j][0];
 #pragma unroll
       for (int s = 1; s < Sharers::MOST_SPREAD; ++s) {
-        v[0].x += v[s].x, v[0].y += v[s].y, v[0].z += v[s].z, v[0].w += v[s].w;
+        sum.x += v[j][s].x, sum.y += v[j][s].y, sum.z += v[j][s].z, sum.w += v[j][s].w;
       }
-      store(v[0], i, row_block, bias);
+      if (rank + j * count < EIGHTS) store(sum, rank + j * count, row_block, bias);
     }
   }
 
   // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight.
   __device__ __forceinline__ int first_row(int row_block) const {
-    return row_block * S.block_rows() + column / WARP * TILE_ROWS;
+    return row_block * S.block_rows() + threadIdx.x / WARP * TILE_ROWS;
   }
 
   __device__ __forceinline__ float2 load_bias(int row_block) const {

@@ -40,23 +40,22 @@ struct Stretch {
   }
 };
 
-// A unit of a k group's share of the stretch.
+// A unit of the stretch.
 struct Unit {
   int row_block, burst;
 
   __device__ __forceinline__ Unit(const SmallWgmmaArgs& a, int unit) : row_block(unit / a.bursts) {
     burst = unit - row_block * a.bursts;
   }
-  __device__ __forceinline__ void step(const SmallWgmmaArgs& a, int units) {
-    burst += units;
-    if (burst >= a.bursts) {
-      burst -= a.bursts;
+  __device__ __forceinline__ void step(const SmallWgmmaArgs& a) {
+    if (++burst == a.bursts) {
+      burst = 0;
       ++row_block;
     }
   }
 };
 
-// Position in a k group's ring. Stage s fills when barrier `full` turns to `phase`, and is free when `empty` does.
+// Position in the ring. Stage s fills when barrier `full` turns to `phase`, and is free when `empty` does.
 template <int STAGES>
 struct RingPosition {
   int stage = 0;
@@ -71,18 +70,18 @@ struct RingPosition {
   }
 };
 
-// Shared-memory addresses of one k group's ring.
+// Shared-memory addresses of the ring.
 template <int SHAPE>
 struct Ring {
   static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
   uint32_t stages, scale_codes, barriers;
   int scale_bytes;  // of one row tile in a stage
 
-  __device__ __forceinline__ Ring(uint32_t smem, const SmallWgmmaShared& map, bool nested, int k_group) {
+  __device__ __forceinline__ Ring(uint32_t smem, const SmallWgmmaShared& map, bool nested) {
     scale_bytes = SmallWgmmaShared::scale_bytes(nested);
-    stages = smem + map.ring + k_group * S.stages * S.stage_bytes();
-    scale_codes = smem + map.scale_codes + k_group * S.stages * S.row_tiles() * scale_bytes;
-    barriers = smem + map.barriers + k_group * S.stages * 16;
+    stages = smem + map.ring;
+    scale_codes = smem + map.scale_codes;
+    barriers = smem + map.barriers;
   }
 
   __device__ __forceinline__ uint32_t x(int stage) const { return stages + stage * S.stage_bytes(); }
@@ -101,7 +100,7 @@ struct SmallWgmmaMaps {
   CUtensorMap x, codes, scales;
 };
 
-// The thread that feeds one k group. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three boxes:
+// The thread that feeds the ring. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three boxes:
 // those of all row tiles together. Outside of the tensors they read zeros.
 template <int SHAPE>
 struct Producer {
@@ -110,7 +109,6 @@ struct Producer {
   const SmallWgmmaMaps& maps;
   const Stretch& stretch;
   const Ring<SHAPE>& ring;
-  const int k_group;
   const uint64_t policy = createpolicy_evict_first();
 
   __device__ __forceinline__ void init() const {
@@ -145,16 +143,16 @@ struct Producer {
     });
   }
 
-  // f(unit, stage) for the units first .. last - 1 of this k group's share, as far as they exist.
+  // f(unit, stage) for the units first .. last - 1 of the stretch, as far as they exist.
   template <class F>
   __device__ __forceinline__ void each(int first, int last, F f) const {
-    const int begin = stretch.begin + k_group + first * S.k_groups;
-    if (begin >= stretch.end) return;
-    Unit unit(args, begin);
+    const int count = min(stretch.end - stretch.begin, last);
+    if (first >= count) return;
+    Unit unit(args, stretch.begin + first);
     int stage = 0;
-    for (int i = first, u = begin; i < last && u < stretch.end; ++i, u += S.k_groups) {
+    for (int i = first; i < count; ++i) {
       f(unit, stage);
-      unit.step(args, S.k_groups);
+      unit.step(args);
       stage = stage + 1 == S.stages ? 0 : stage + 1;
     }
   }

@@ -38,7 +38,7 @@ TUNE_SHAPES = (
     (1, 1, 8), (2, 1, 8), (1, 8, 8), (2, 8, 8), (1, 16, 8), (2, 16, 8), (1, 32, 8), (2, 1, 12), (2, 8, 12),
 )  # fmt: skip
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-TUNE_WGMMA_SHAPES = ((16, 1), (16, 4), (32, 2), (32, 4), (64, 2))
+TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 4), (64, 2))
 TUNE_LEAST_UNITS = (1, 2, 4)
 
 Layer = Callable[[Tensor], Tensor]
