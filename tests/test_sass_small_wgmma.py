@@ -50,7 +50,7 @@ def test_a_burst_is_sixteen_wgmma_and_four_times_sixteen_look_ups(build):
         # Those of the loop and, in front of it, of the first tile; each one PRMT and one 4-byte load.
         assert 80 <= count["PRMT"] <= 80 + 64, (name, count["PRMT"])
         assert 80 <= found.count("LDS") <= 80 + 64, (name, found.count("LDS"))
-        # x, codes and scales come by the copy engine, in boxes; registers change hands; the kernel before is waited for.
+        # x, codes and scales come by the copy engine; registers change hands; the kernel before is waited for.
         assert count["UTMALDG"] >= 6 and "UBLKCP" not in count and count["USETMAXREG"] == 2, (name, count)
         assert count["ACQBULK"] == 2 and count["PREEXIT"] == 1, name
 
