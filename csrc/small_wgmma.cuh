@@ -4,13 +4,13 @@
 // The weight is the 64-row operand of wgmma m64nNk16, in registers, and the tokens are its N columns. So each weight is
 // decoded once, by table look-up (decode.cuh), and x is read from shared memory by the tensor cores themselves.
 //
-// A block is one warpgroup that copies and two or four that multiply. Units are (row block, burst of four tiles of 64
-// inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so that all
-// end together whatever the shape. A unit travels through a ring in shared memory:
+// A block is one warpgroup that copies and two or four that multiply, 64 rows each. Units are (row block, burst of four
+// tiles of 64 inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so
+// that all end together whatever the shape. A unit travels through a ring in shared memory:
 //
-//     producer     wait empty | x: TMA, 4 boxes [tokens][64] | codes, scales: a bulk copy a row tile | -> full
-//                                                                                                        |
-//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                    <----'
+//     producer     wait empty | three boxes by TMA: x [4][tokens][64], codes and scales of all row tiles | -> full
+//                                                                                                           |
+//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                       <----'
 //
 //     a tile       fence | 4 wgmma, one a k16 step | commit | decode the next tile | wait | sum += scale * product
 //
@@ -19,10 +19,10 @@
 // when an accumulator is in use across the loop's back edge, so the last tile of a unit is always waited for.
 //
 // Scaling after the product costs less than scaling weights, and only the centroids are rounded to 16 bits, never the
-// scales. Four k groups (16 tokens) divide the bursts of the same rows among them, each with a ring of its own.
+// scales.
 //
 // Shared memory (offsets in small_wgmma_plan.h):
-//   | pair table 64 KB | rings: x, codes | scale codes | sums of k groups | nested_code | scales | barriers | nested_absmax |
+//   | pair table 64 KB | ring: x, codes | scale codes | nested_code | scales | barriers | nested_absmax |
 //
 // Only the copies of x, and what follows from them, wait for the kernel before: tables and the first weights do not.
 #pragma once
