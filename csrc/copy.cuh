@@ -93,6 +93,11 @@ __device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* p) {
   return v;
 }
 
+// Adds, without an answer; what was written before is seen by whoever sees the sum.
+__device__ __forceinline__ void red_add_release_gpu(unsigned* p, unsigned v) {
+  asm volatile("red.add.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
+}
+
 // Adds, returns what was there. What this block wrote before the barrier in front of it is seen by whoever sees the
 // sum.
 __device__ __forceinline__ unsigned atom_add_acq_rel(unsigned* p, unsigned v) {
