@@ -23,7 +23,7 @@ struct SmallBatchShape {
 
 // Everything that is compiled, for each 16-bit type. More tokens than 32 or more registers a warp spill.
 constexpr SmallBatchShape SMALL_BATCH_SHAPES[] = {
-    {1, 1, 8}, {2, 1, 8}, {1, 8, 8}, {2, 8, 8}, {1, 16, 8}, {2, 16, 8}, {1, 32, 8}, {2, 1, 12}, {2, 8, 12},
+    {1, 1, 8}, {2, 1, 8}, {1, 8, 8}, {2, 8, 8}, {1, 16, 8}, {2, 16, 8}, {1, 32, 8}, {2, 1, 10}, {2, 8, 10},
 };
 constexpr int SMALL_BATCH_SHAPE_COUNT = sizeof(SMALL_BATCH_SHAPES) / sizeof(SMALL_BATCH_SHAPES[0]);
 

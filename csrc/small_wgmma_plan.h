@@ -32,7 +32,7 @@ struct SmallWgmmaShape {
 
 // Everything that is compiled, for each 16-bit type: what wins somewhere, see dispatch.h.
 constexpr SmallWgmmaShape SMALL_WGMMA_SHAPES[] = {
-    {16, 4, 3, 2}, {32, 2, 4, 2}, {32, 4, 3, 1}, {64, 2, 3, 1},
+    {16, 4, 3, 2}, {32, 2, 4, 2}, {32, 3, 3, 2}, {32, 4, 3, 1}, {64, 2, 3, 1}, {64, 3, 2, 1},
 };
 constexpr int SMALL_WGMMA_SHAPE_COUNT = sizeof(SMALL_WGMMA_SHAPES) / sizeof(SMALL_WGMMA_SHAPES[0]);
 
@@ -85,17 +85,19 @@ struct Deal {
 
 // The blocks that have units of one row block: owner .. stop - 1, of which the owner begins it.
 struct Sharers {
-  // Of two or three the owner adds up as fast. Of more than eight too many would wait for blocks which may not have started.
-  static constexpr int LEAST_SPREAD = 4, MOST_SPREAD = 8;
+  // Of more than eight too many would wait for blocks which may not have started.
+  static constexpr int MOST_SPREAD = 8;
 
   int owner, stop;
+  bool even;  // all stretches are the same part of a row block, and end together
 
   NF4L_HD constexpr Sharers(const Deal& deal, int row_block, int bursts)
-      : owner(deal.blocks_before(row_block * bursts + 1) - 1), stop(deal.blocks_before((row_block + 1) * bursts)) {}
+      : owner(deal.blocks_before(row_block * bursts + 1) - 1), stop(deal.blocks_before((row_block + 1) * bursts)),
+        even(deal.extra == 0 && bursts % deal.base == 0) {}
 
   NF4L_HD constexpr int count() const { return stop - owner; }
   // Whether each of them adds up a part of the sums; else the owner adds the others' to its own.
-  NF4L_HD constexpr bool spread() const { return count() >= LEAST_SPREAD && count() <= MOST_SPREAD; }
+  NF4L_HD constexpr bool spread() const { return even && count() > 1 && count() <= MOST_SPREAD; }
 };
 
 // One launch: units, (row block, burst), lie in one line, and each block of the grid has a stretch of it.
@@ -108,6 +110,17 @@ struct SmallWgmmaPlan {
   int64_t workspace_bytes;  // 0 where no row block is cut; else two slots a block, and a set of counters at the end
 };
 
+// Units of the longest stretch, for `units` units on `sms` SMs. A stretch that divides a row block leaves no block with parts of
+// two, and then all that share one add it up together; where it takes many to a row block, that is worth a sixteenth more.
+inline int64_t stretch_units(int64_t units, int64_t bursts, int64_t sms, int64_t least) {
+  const int64_t needed = ceil_div(units, sms), shortest = needed > least ? needed : least;
+  const int64_t longest = shortest * 3 <= bursts ? shortest * 17 / 16 : shortest;
+  for (int64_t stretch = shortest; stretch <= longest; ++stretch) {
+    if (bursts % stretch == 0) return stretch;
+  }
+  return shortest;
+}
+
 // Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32 bits.
 inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least_units, int sms, int shared_limit,
                              SmallWgmmaPlan& plan) {
@@ -115,9 +128,10 @@ inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least
   const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, BURST);
   if (row_blocks * shape.block_rows() * p.blocks_per_row > INT32_MAX || p.k > INT32_MAX / 2) return false;
   const int64_t units = row_blocks * bursts;
-  int64_t blocks = units / (least_units > 1 ? least_units : 1);
-  blocks = blocks < sms ? blocks : sms;
-  blocks = blocks < 1 ? 1 : blocks < MAX_BLOCKS ? blocks : MAX_BLOCKS;
+  const int64_t least = least_units > 1 ? least_units : 1, most_blocks = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
+  const int64_t stretch = stretch_units(units, bursts, most_blocks, least);
+  int64_t blocks = bursts % stretch == 0 ? units / stretch : units / least;
+  blocks = blocks < 1 ? 1 : blocks < most_blocks ? blocks : most_blocks;
   const int64_t base = units / blocks, extra = units % blocks;
   // A stretch that starts with the last burst of a row block meets the most of them.
   const int64_t met = ceil_div(base + (extra > 0) - 1, bursts) + 1;

@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     not (NVCC and CUOBJDUMP and NVDISASM and shutil.which("c++")),
     reason="needs nvcc, a C++ compiler, cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)",
 )
-SHAPES = 4  # SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h
+SHAPES = 6  # SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h
 
 
 @pytest.fixture(scope="module", params=["f16", "bf16"])

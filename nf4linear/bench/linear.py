@@ -35,10 +35,10 @@ HUMMING_BYTES = 0.5 + 2 / 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens, warps) with slices of K, then those of
 # csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block.
 TUNE_SHAPES = (
-    (1, 1, 8), (2, 1, 8), (1, 8, 8), (2, 8, 8), (1, 16, 8), (2, 16, 8), (1, 32, 8), (2, 1, 12), (2, 8, 12),
+    (1, 1, 8), (2, 1, 8), (1, 8, 8), (2, 8, 8), (1, 16, 8), (2, 16, 8), (1, 32, 8), (2, 1, 10), (2, 8, 10),
 )  # fmt: skip
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 4), (64, 2))
+TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 3), (32, 4), (64, 2), (64, 3))
 TUNE_LEAST_UNITS = (1, 2, 4)
 
 Layer = Callable[[Tensor], Tensor]
