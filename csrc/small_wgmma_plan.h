@@ -17,22 +17,24 @@ constexpr int WARPGROUP_ROWS = 64;    // of the weight: the m of wgmma m64nNk16
 struct SmallWgmmaShape {
   int tokens;        // rows of x that fit: the n of wgmma
   int row_groups;    // warpgroups side by side, 64 rows each
-  int stages;        // of the ring; a stage holds a burst
+  int burst;         // 64-input tiles of a unit: 4, or 2
+  int stages;        // of the ring; a stage holds a unit
   int accumulators;  // 2: the scales of a tile are applied while the next tile multiplies
 
   NF4L_HD constexpr int block_rows() const { return row_groups * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
   NF4L_HD constexpr int threads() const { return (row_groups + 1) * WARPGROUP; }
   NF4L_HD constexpr int lane_results() const { return tokens / 2; }
-  NF4L_HD constexpr int x_bytes() const { return BURST * tokens * TILE_K4 * 2; }  // of a stage
-  NF4L_HD constexpr int stage_bytes() const { return x_bytes() + row_tiles() * BURST * TILE_BYTES; }
+  NF4L_HD constexpr int x_bytes() const { return burst * tokens * TILE_K4 * 2; }  // of a stage
+  NF4L_HD constexpr int stage_bytes() const { return x_bytes() + row_tiles() * burst * TILE_BYTES; }
   // Sums of one row block, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * row_groups * WARPGROUP; }
 };
 
 // Everything that is compiled, for each 16-bit type: what wins somewhere, see dispatch.h.
 constexpr SmallWgmmaShape SMALL_WGMMA_SHAPES[] = {
-    {16, 4, 3, 2}, {32, 2, 4, 2}, {32, 3, 3, 2}, {32, 4, 3, 1}, {64, 2, 3, 1}, {64, 3, 2, 1},
+    {16, 4, 4, 3, 2}, {32, 2, 4, 4, 2}, {32, 3, 4, 3, 2}, {32, 4, 4, 3, 1}, {64, 2, 4, 3, 1}, {64, 3, 4, 2, 1},
+    {96, 2, 4, 2, 1}, {128, 2, 2, 3, 1},
 };
 constexpr int SMALL_WGMMA_SHAPE_COUNT = sizeof(SMALL_WGMMA_SHAPES) / sizeof(SMALL_WGMMA_SHAPES[0]);
 
@@ -50,23 +52,23 @@ constexpr int MAX_BLOCKS = 256;
 struct SmallWgmmaShared {
   static constexpr int TABLE_BYTES = 256 * 256;
 
-  int ring;           // [stages] of: 16 bit x [BURST][tokens][64], codes [row_tiles][BURST][512]
-  int scale_codes;    // [stages][row_tiles] of: 64 codes, or float [BURST][16] with plain absmax
+  int ring;           // [stages] of: 16 bit x [burst][tokens][64], codes [row_tiles][burst][512]
+  int scale_codes;    // [stages][row_tiles] of: 64 codes, or float [burst][16] with plain absmax
   int nested_code;    // float [256]
-  int scales;         // float [consumer warps][BURST][16], of the burst in hand
+  int scales;         // float [consumer warps][burst][16], of the unit in hand
   int barriers;       // uint64 [stages][full, empty], then those of the mailbox
   int nested_absmax;  // float [nested_groups], of the block's rows
   int total;
 
   // Of a row tile in a stage.
-  NF4L_HD static constexpr int scale_bytes(bool nested) { return nested ? 64 : BURST * TILE_ROWS * 4; }
+  NF4L_HD static constexpr int scale_bytes(int burst, bool nested) { return nested ? 64 : burst * TILE_ROWS * 4; }
 
   NF4L_HD constexpr SmallWgmmaShared(SmallWgmmaShape shape, bool nested, int nested_groups)
       : ring(TABLE_BYTES),
         scale_codes(ring + shape.stages * shape.stage_bytes()),
-        nested_code(scale_codes + shape.stages * shape.row_tiles() * scale_bytes(nested)),
+        nested_code(scale_codes + shape.stages * shape.row_tiles() * scale_bytes(shape.burst, nested)),
         scales(nested_code + (nested ? 256 * 4 : 0)),
-        barriers(scales + shape.row_tiles() * BURST * TILE_ROWS * 4),
+        barriers(scales + shape.row_tiles() * shape.burst * TILE_ROWS * 4),
         nested_absmax(barriers + shape.stages * 16 + 4 * 8),
         total(nested_absmax + nested_groups * 4) {}
 };
@@ -125,7 +127,7 @@ inline int64_t stretch_units(int64_t units, int64_t bursts, int64_t sms, int64_t
 inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least_units, int sms, int shared_limit,
                              SmallWgmmaPlan& plan) {
   const SmallWgmmaShape shape = SMALL_WGMMA_SHAPES[shape_index];
-  const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, BURST);
+  const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, shape.burst);
   if (row_blocks * shape.block_rows() * p.blocks_per_row > INT32_MAX || p.k > INT32_MAX / 2) return false;
   const int64_t units = row_blocks * bursts;
   const int64_t least = least_units > 1 ? least_units : 1, most_blocks = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;

@@ -16,7 +16,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
-SHAPE_COUNT = 6
+SHAPE_COUNT = 8
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -43,9 +43,9 @@ def numbers(text: str) -> list[int]:
 
 def check_walk(answer: str, n: int, k: int, sms: int, least: int) -> None:
     plan, *blocks = answer.split(";")
-    tokens, row_groups, bursts, count, shared, workspace = numbers(plan)
+    tokens, row_groups, burst, _, bursts, count, shared, workspace = numbers(plan)
     row_blocks = -(-n // (64 * row_groups))
-    assert bursts == -(-k // 256)
+    assert bursts == -(-k // (64 * burst))
     assert len(blocks) == count <= min(sms, 256) and shared <= SHARED
     expected = 0
     done: dict[int, list[tuple[int, int]]] = {}
@@ -122,7 +122,7 @@ def test_stretches_divide_a_row_block_where_that_costs_little(program, shape, n,
     """128 of 132 SMs, where the longest of 132 stretches is as long, or a sixteenth shorter."""
     (answer,) = ask(program, [question(shape, n, k, least=2)])
     plan, *texts = answer.split(";")
-    assert numbers(plan)[3] == len(texts) == blocks
+    assert numbers(plan)[5] == len(texts) == blocks
     assert all(numbers(text.split(",")[1])[-1] == (blocks == 128) for text in texts)
 
 
@@ -150,7 +150,7 @@ def test_second_level_scales_fit_into_their_place(program, shape, rows, tiles, e
     if answer == "none":
         return
     plan, *blocks = answer.split(";")
-    tokens, row_groups, bursts, _, shared, _ = numbers(plan)
+    tokens, row_groups, burst, stages, bursts, _, shared, _ = numbers(plan)
     block_rows = 64 * row_groups
     most = 0
     for text in blocks:
@@ -158,7 +158,6 @@ def test_second_level_scales_fit_into_their_place(program, shape, rows, tiles, e
         met = (end - 1) // bursts - begin // bursts + 1
         # One group more at each end: the first block of a stretch may lie anywhere in its group.
         most = max(most, ((255 + (met * block_rows - 1) * kb_full + tiles - 1) >> 8) + 1)
-    tables = 65536 + 1024 + 4 * row_groups * 256 + 32
-    stages = {(16, 4): 3, (32, 2): 4, (32, 3): 3, (32, 4): 3, (64, 2): 3, (64, 3): 2}[tokens, row_groups]
-    stage = 4 * tokens * 128 + row_groups * 4 * (2048 + 64)
+    tables = 65536 + 1024 + 4 * row_groups * burst * 64 + 32
+    stage = burst * tokens * 128 + row_groups * 4 * (burst * 512 + 64)
     assert shared - (tables + stages * (stage + 16)) >= most * 4

@@ -32,9 +32,9 @@ SPECS = (
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
 # Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after those of the small-batch engine.
-SHAPES = (16, 32, 32, 32, 64, 64)
-FIRST_SHAPE = 9
-TOKENS = (17, 31, 32, 33, 48, 64)
+SHAPES = (16, 32, 32, 32, 64, 64, 96, 128)
+FIRST_SHAPE = 7
+TOKENS = (17, 31, 32, 33, 48, 64, 65, 96, 100, 128)
 
 
 def tuned(shape: int, least: int = 1) -> int:
@@ -263,6 +263,7 @@ ORDERED = (
     (FourBitSpec("nf4", 1000, 4096), 17, tuned(2, 4)),
     (FourBitSpec("nf4", 2048, 1024), 64, tuned(5, 4)),
     (FourBitSpec("nf4", 6100, 4096), 33, tuned(4)),
+    (FourBitSpec("nf4", 1000, 2048), 128, tuned(7, 4)),
 )
 
 
