@@ -51,7 +51,9 @@ def test_a_locale_without_a_sign_does_not_cost_the_result(model, tmp_path):
 
 def test_a_text_of_two_tokens_gives_json(model, tmp_path):
     (tmp_path / "text").write_text("ab")
-    run("perplexity", model, "--text", tmp_path / "text", "--window", "16", "--json", tmp_path / "scores", code=0)
+    options = ["--text", tmp_path / "text", "--window", "16", "--json", tmp_path / "scores"]
+    done = CliRunner().invoke(app, ["perplexity", str(model), *map(str, options)])
+    assert done.exit_code == 0, done.output
     row = json.loads((tmp_path / "scores").read_text(), parse_constant=pytest.fail)["rows"][0]
     assert row["perplexity"] > 1 and row["standard_error"] is None
 
@@ -64,10 +66,10 @@ def test_a_data_set_without_its_package_names_the_extra(model, monkeypatch):
 
 def test_text_that_is_none_is_named(model, tmp_path):
     (tmp_path / "text").write_bytes(b"\xff\xfeh\x00i\x00")
-    _, err = run("perplexity", model, "--text", tmp_path / "text", "--window", "16", code=1)
-    assert b"text: is no UTF-8 text" in err.replace(b"\n", b"")
-    _, err = run("generate", model, "--prompt", b"\xe9", "-n", "1", code=1)
-    assert b"the prompt is no UTF-8 text" in err
+    done = CliRunner().invoke(app, ["perplexity", str(model), "--text", str(tmp_path / "text"), "--window", "16"])
+    assert done.exit_code == 1 and "text: is no UTF-8 text" in done.output
+    done = CliRunner().invoke(app, ["generate", str(model), "--prompt", os.fsdecode(b"\xe9"), "-n", "1"])
+    assert done.exit_code == 1 and "the prompt is no UTF-8 text" in done.output
 
 
 def test_a_reader_that_leaves_early_is_no_error(model):
