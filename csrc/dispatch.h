@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
 #include "small_wgmma_plan.h"
@@ -21,8 +22,8 @@ struct DeviceInfo {
   bool wgmma;        // the library holds code for this very GPU that may use it
 };
 
-// nothing: no tokens; gemm: dequantize, then the framework's
-enum class Engine { nothing, gemm, small_batch, small_wgmma };
+// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -79,6 +80,7 @@ struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
+  GemmPlan gemm_wgmma = {};
 };
 
 // Slices of the inputs that a row asks for.
@@ -116,13 +118,22 @@ struct Picker {
     return true;
   }
 
-  // What the tuning flags ask for: a shape of the one engine, or behind those one of the other.
+  bool gemm_wgmma(int shape, bool cut) {
+    if (!device.wgmma) return false;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, cut, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  // What the tuning flags ask for: a shape of one engine, or behind those one of the next.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_BATCH_SHAPE_COUNT) {
       return a.m <= SMALL_BATCH_SHAPES[shape].tokens && small_batch(shape, cut > 0 ? cut : 1);
     }
     shape -= SMALL_BATCH_SHAPE_COUNT;
-    return shape < SMALL_WGMMA_SHAPE_COUNT && a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    if (shape < SMALL_WGMMA_SHAPE_COUNT) return a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    shape -= SMALL_WGMMA_SHAPE_COUNT;
+    return shape < GEMM_SHAPE_COUNT && gemm_wgmma(shape, cut != 1);
   }
 
   bool from_wgmma_table() {

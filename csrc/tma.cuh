@@ -44,6 +44,11 @@ __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
+__device__ __forceinline__ uint64_t createpolicy_evict_normal() {
+  uint64_t policy;
+  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
 __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier,
                                               uint64_t policy) {
   asm volatile(
@@ -59,6 +64,23 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUten
       "l"(map), "r"(column), "r"(row), "r"(barrier)
       : "memory");
 }
+
+// ---- copies from shared memory ---------------------------------------------------------------------------------------------
+
+// To the box of a map at (column, row); what lies outside the tensor is not written. One of the thread's next group.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const CUtensorMap* map, uint32_t from, int column, int row) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
+               "r"(row), "r"(from)
+               : "memory");
+}
+__device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// Returns when all but the last `PENDING` groups of this thread have been read from shared memory.
+template <int PENDING>
+__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+// What this thread stored to shared memory is seen by copies that are started after the next barrier.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- tensor maps -----------------------------------------------------------------------------------------------------------
 
