@@ -115,8 +115,6 @@ struct GemmConsumer {
 template <class Format, int SHAPE>
 __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
                                              const GemmRing<Format, SHAPE>& ring, int warp, int lane) {
-  if (warp == 0 && lane == 0) ring.init();
-  __syncthreads();
   if (warp == 0) {
     grid_wait();
     feed(args, x, ring, lane);
@@ -131,7 +129,7 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   const int warpgroup = warp / 4;
   Format::template fill_table<S.CONSUMERS * WARPGROUP>(smem, args, warp * WARP + lane);
-  __syncthreads();
+  asm volatile("bar.sync 5, 256;" ::: "memory");
   grid_wait();  // slots, flags and y may be in use until then
 
   const int row_tile = warpgroup * S.group_rows() / TILE_ROWS + warp % 4;
@@ -159,6 +157,8 @@ __global__ void __launch_bounds__(GemmShape::threads(), 1)
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmRing<Format, SHAPE> ring = {smem_address(smem)};
+  if (threadIdx.x == 0) ring.init();
+  __syncthreads();
   if (warp >= GemmShape::CONSUMERS * 4) {
     setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
     gemm_produce<Format, SHAPE>(args, x, ring, warp - GemmShape::CONSUMERS * 4, lane);

@@ -131,6 +131,7 @@ struct GemmFinish {
   // A buffer to y where the copy engine cannot: rows of y that do not start at multiples of 16 bytes.
   __device__ __forceinline__ void put(uint32_t buffer, int token, int row) const {
     uint16_t* const y16 = static_cast<uint16_t*>(args.y);
+#pragma unroll 1
     for (int i = thread; i < S.STORE_TOKENS * WARPGROUP_ROWS; i += WARPGROUP) {
       const int line = i / WARPGROUP_ROWS, column = i % WARPGROUP_ROWS;
       if (token + line >= args.m || row + column >= args.n) continue;

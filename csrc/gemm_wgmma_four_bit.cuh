@@ -94,6 +94,8 @@ __device__ __forceinline__ void GemmFourBit::produce_scales(const GemmArgs<Weigh
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   constexpr int TILES = SCALE_WARPS * WARP / 8, TURNS = S.row_tiles() / TILES;  // row tiles of all threads, and how often
   const int row_tile = thread / 8, g = thread % 8;
+  // The table behind the codes comes at the same time as the first of them.
+  if (args.nested_code && thread < 8) prefetch_l1(args.nested_code + thread * 32);
   GemmPosition<S.stages> at(1);
   GemmPieces piece(args.cut, blockIdx.x);
   while (piece.next()) {
