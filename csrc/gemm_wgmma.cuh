@@ -32,15 +32,19 @@
 
 namespace nf4l {
 
-// Registers of a thread; all begin with 65536 / 384 / 8 * 8.
-constexpr int GEMM_PRODUCER_REGISTERS = 40, GEMM_CONSUMER_REGISTERS = 232;
+// Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
+constexpr int GEMM_PRODUCER_REGISTERS = 40;
+NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
+  const int all = 65536 / shape.threads() / 8 * 8 * (shape.consumers + 1);
+  return (all - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
+}
 
 // Two warpgroups that take turns.
 struct Turns {
   int warpgroup;
 
-  __device__ __forceinline__ void wait() const { asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory"); }
-  __device__ __forceinline__ void pass() const { asm volatile("bar.arrive %0, 256;" ::"r"(2 - warpgroup) : "memory"); }
+  __device__ __forceinline__ void wait() const {}
+  __device__ __forceinline__ void pass() const {}
 };
 
 // One warp of a consumer.
@@ -118,7 +122,7 @@ __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Wei
   if (warp == 0) {
     grid_wait();
     feed(args, x, ring, lane);
-  } else if (warp <= Format::SCALE_WARPS) {
+  } else if (warp <= Format::scale_warps(GEMM_SHAPES[SHAPE])) {
     Format::produce_scales(args, ring, (warp - 1) * WARP + lane);
   }
 }
@@ -128,8 +132,8 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
                                              const GemmRing<Format, SHAPE>& ring, char* smem, int warp, int lane) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   const int warpgroup = warp / 4;
-  Format::template fill_table<S.CONSUMERS * WARPGROUP>(smem, args, warp * WARP + lane);
-  asm volatile("bar.sync 5, 256;" ::: "memory");
+  Format::template fill_table<S.consumers * WARPGROUP>(smem, args, warp * WARP + lane);
+  asm volatile("bar.sync 1, %0;" ::"n"(S.consumers * WARPGROUP) : "memory");
   grid_wait();  // slots, flags and y may be in use until then
 
   const int row_tile = warpgroup * S.group_rows() / TILE_ROWS + warp % 4;
@@ -140,8 +144,7 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
   GemmPieces piece(args.cut, blockIdx.x);
   int left = piece.k_tiles_left();
   if (left > 0) consumer.start();
-  if (left > 0 && warpgroup == 1) consumer.turns.pass();  // the other one is first
-  while (piece.next()) {
+    while (piece.next()) {
     for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, --left > 0);
     finish(consumer.sums, piece);
   }
@@ -149,21 +152,22 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
 }
 
 template <class Format, class T, int SHAPE>
-__global__ void __launch_bounds__(GemmShape::threads(), 1)
+__global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
     gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args, const __grid_constant__ CUtensorMap x,
                       const __grid_constant__ CUtensorMap y) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
+  constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmRing<Format, SHAPE> ring = {smem_address(smem)};
   if (threadIdx.x == 0) ring.init();
   __syncthreads();
-  if (warp >= GemmShape::CONSUMERS * 4) {
+  if (warp >= S.consumers * 4) {
     setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
-    gemm_produce<Format, SHAPE>(args, x, ring, warp - GemmShape::CONSUMERS * 4, lane);
+    gemm_produce<Format, SHAPE>(args, x, ring, warp - S.consumers * 4, lane);
   } else {
-    setmaxnreg_inc<GEMM_CONSUMER_REGISTERS>();
+    setmaxnreg_inc<gemm_consumer_registers(S)>();
     gemm_consume<Format, T, SHAPE>(args, y, ring, smem, warp, lane);
   }
 #endif

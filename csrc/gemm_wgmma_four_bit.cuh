@@ -7,7 +7,7 @@
 // A format gives the engine
 //     Weight        its part of the kernel's arguments
 //     BYTES         what it needs of shared memory
-//     SCALE_WARPS   warps of the producer that make the scales of every stage, by produce_scales()
+//     scale_warps() of the producer that make the scales of every stage, by produce_scales()
 //     Decoder<T>    a consumer thread's way from codes to fragments of T: load() a k tile, then for each k16 step
 //                   look_up(), which only starts, and finish()
 #pragma once
@@ -32,7 +32,8 @@ struct GemmFourBitWeight : FourBitWeight {
 struct GemmFourBit {
   using Weight = GemmFourBitWeight;
   static constexpr GemmFormatBytes BYTES = GEMM_FOUR_BIT;
-  static constexpr int SCALE_WARPS = 2;
+  // A lane has one pair of rows, or two.
+  NF4L_HD static constexpr int scale_warps(GemmShape shape) { return shape.row_tiles() % 12 == 0 ? 3 : 2; }
 
   template <int THREADS>
   __device__ __forceinline__ static void fill_table(char* smem, const Weight& weight, int thread) {
@@ -92,7 +93,7 @@ template <int SHAPE>
 __device__ __forceinline__ void GemmFourBit::produce_scales(const GemmArgs<Weight>& args,
                                                             const GemmRing<GemmFourBit, SHAPE>& ring, int thread) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  constexpr int TILES = SCALE_WARPS * WARP / 8, TURNS = S.row_tiles() / TILES;  // row tiles of all threads, and how often
+  constexpr int TILES = scale_warps(S) * WARP / 8, TURNS = S.row_tiles() / TILES;  // row tiles of all threads, and how often
   const int row_tile = thread / 8, g = thread % 8;
   // The table behind the codes comes at the same time as the first of them.
   if (args.nested_code && thread < 8) prefetch_l1(args.nested_code + thread * 32);

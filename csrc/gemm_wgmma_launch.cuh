@@ -30,7 +30,7 @@ int launch_gemm(const GemmPlan& plan, const GemmArgs<typename Format::Weight>& a
   dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = plan.cut.blocks;
-  config.blockDim = GemmShape::threads();
+  config.blockDim = GEMM_SHAPES[SHAPE].threads();
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
   config.attrs = &dependent;

@@ -58,8 +58,8 @@ struct GemmRing {
   // One thread, before anybody else uses the ring.
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < S.stages; ++s) {
-      mbarrier_init(full(s), 1 + Format::SCALE_WARPS);
-      mbarrier_init(empty(s), S.CONSUMERS * 4);
+      mbarrier_init(full(s), 1 + Format::scale_warps(S));
+      mbarrier_init(empty(s), S.consumers * 4);
     }
     fence_mbarrier_init();
   }

@@ -12,27 +12,28 @@ namespace nf4l {
 
 constexpr int GEMM_K = 64;  // inputs of a k tile: what a stage of the ring holds
 
-// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x with two warpgroups, each of which
-// has one half of the rows; a third feeds them.
+// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply share the
+// rows, and one more feeds them.
 struct GemmShape {
   int tokens;      // the n of wgmma
+  int consumers;   // warpgroups that multiply
   int row_groups;  // of a warpgroup: 64 rows each, the m of wgmma
   int stages;      // of the ring
 
-  static constexpr int CONSUMERS = 2;
   static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
-  NF4L_HD static constexpr int threads() { return (CONSUMERS + 1) * WARPGROUP; }
+  NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
   NF4L_HD constexpr int group_rows() const { return row_groups * WARPGROUP_ROWS; }
-  NF4L_HD constexpr int block_rows() const { return CONSUMERS * group_rows(); }
+  NF4L_HD constexpr int block_rows() const { return consumers * group_rows(); }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
   NF4L_HD constexpr int lane_results() const { return row_groups * tokens / 2; }
   // Sums of one output tile, float32.
-  NF4L_HD constexpr int slot_floats() const { return lane_results() * CONSUMERS * WARPGROUP; }
+  NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{96, 2, 6}, {128, 2, 5}, {128, 1, 6}, {192, 1, 5}, {256, 1, 4}};
+constexpr GemmShape GEMM_SHAPES[] = {{96, 2, 2, 6},  {128, 2, 2, 5}, {128, 2, 1, 6},
+                                      {128, 3, 1, 6}, {192, 2, 1, 5}, {256, 2, 1, 4}};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
@@ -57,7 +58,7 @@ struct GemmShared {
   NF4L_HD constexpr GemmShared(GemmShape shape, GemmFormatBytes format)
       : x(format.table),
         out(x + shape.stages * shape.x_bytes()),
-        codes(out + GemmShape::CONSUMERS * 2 * out_bytes()),
+        codes(out + shape.consumers * 2 * out_bytes()),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
         total(barriers + shape.stages * 16) {}
@@ -101,6 +102,10 @@ struct GemmPieces {
     return tiles * cut.k_tiles + stop - unit;
   }
 
+  NF4L_HD bool whole_tile() const { return end - begin == cut.k_tiles; }
+  // Whether the piece in hand is the block's last one.
+  NF4L_HD bool last() const { return whole >= cut.whole_tiles && unit == stop; }
+
   // Goes to the next piece; false when there is none.
   NF4L_HD bool next() {
     if (whole < cut.whole_tiles) {
@@ -120,6 +125,24 @@ struct GemmPieces {
   }
 };
 
+// The blocks that share a cut output tile, and what each of them does for its sum. All leave sums to others; those whose
+// stretch ends here, at about the same time, then add up and store a part of the tile's tokens each. So nobody waits who has
+// other work left. A block has only one such tile, so that the first block stands for the tile.
+struct GemmSharers {
+  int first, count;  // blocks
+  int finishers;     // the first so many of them
+
+  NF4L_HD GemmSharers(const GemmCut& cut, int tile) {
+    const int begin = (tile - cut.whole_tiles) * cut.k_tiles, end = begin + cut.k_tiles;
+    first = cut.deal.blocks_before(begin + 1) - 1;
+    count = cut.deal.blocks_before(end) - first;
+    finishers = cut.deal.first_unit(first + count) > end ? count - 1 : count;
+  }
+
+  // Which of the finishers stores part `part` of `parts`.
+  NF4L_HD int finisher(int part, int parts) const { return part * finishers / parts; }
+};
+
 // One launch.
 struct GemmPlan {
   int shape;  // in GEMM_SHAPES
@@ -130,8 +153,8 @@ struct GemmPlan {
 
 // What an output tile shared by blocks costs them, in k tiles: sums written, waited for, read and added.
 constexpr int GEMM_CUT_TILES = 6;
-// No block gets less of the line.
-constexpr int GEMM_LEAST_TILES = 4;
+// No block gets less of the line, and no more blocks share an output tile (but for one that ends and one that begins there).
+constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 
 // False when nothing fits, or when an index would leave 32 bits. `cut` false: all output tiles whole.
 inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, bool cut, int sms,
@@ -149,7 +172,10 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   if (cut && rest > 0) {
     // The last wave is cut, together with the one before it: then no tile is in more than three pieces.
     const int64_t cut_tiles = rest + (waves > 0 ? most : 0), units = cut_tiles * k_tiles;
-    const int64_t parts = waves > 0 || units / GEMM_LEAST_TILES > most ? most : ceil_div(units, GEMM_LEAST_TILES);
+    int64_t parts = units / GEMM_LEAST_TILES < cut_tiles * GEMM_MOST_SHARERS ? units / GEMM_LEAST_TILES
+                                                                            : cut_tiles * GEMM_MOST_SHARERS;
+    parts = parts < cut_tiles ? cut_tiles : parts;
+    parts = parts < most ? parts : most;
     if (units + GEMM_CUT_TILES * parts < parts * k_tiles * ((waves > 0) + 1)) {
       blocks = parts;
       whole_tiles = tiles - cut_tiles;

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     not (NVCC and CUOBJDUMP and NVDISASM and shutil.which("c++")),
     reason="needs nvcc, a C++ compiler, cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)",
 )
-ROW_GROUPS = (2, 2, 1, 1, 1)  # of GEMM_SHAPES in csrc/gemm_wgmma_plan.h
+ROW_GROUPS = (2, 2, 1, 1, 1, 1)  # of GEMM_SHAPES in csrc/gemm_wgmma_plan.h
 
 
 @pytest.fixture(scope="module", params=["f16", "bf16"])
