@@ -76,6 +76,9 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
 
+// The prefill engine's tokens. Beyond, a weight is decoded once for each 256 tokens, and to dequantize it first costs less.
+constexpr int64_t GEMM_FIRST_TOKENS = 65, GEMM_LAST_TOKENS = 2048;
+
 struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
@@ -125,6 +128,13 @@ struct Picker {
     return true;
   }
 
+  bool from_gemm_costs() {
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
+    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
   // What the tuning flags ask for: a shape of one engine, or behind those one of the next.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_BATCH_SHAPE_COUNT) {
@@ -169,7 +179,7 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_wgmma_table()) {
+  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs()) {
     picker.from_launch_table();
   }
   return launch;

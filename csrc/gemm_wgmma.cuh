@@ -4,16 +4,16 @@
 // memory by the tensor cores. A block is one warpgroup that copies and two that multiply, a half of the rows of an output
 // tile each. A k tile of 64 inputs travels through a ring in shared memory:
 //
-//     producer     wait empty | x: TMA [tokens][64] | codes: a bulk copy a row tile | scales to float32 | -> full
+//     producer     wait empty | x: TMA [tokens][64] | codes: TMA, a tile a row tile | scales to float32 | -> full
 //
-//     consumer 0   | four wgmma, look-ups between | scale, round | wait full | .......... | four wgmma ...
-//     consumer 1   | ........... scale, round | wait full | four wgmma, look-ups between | scale, round ...
+//     a k16 step   fence | wgmma | commit | wait for those before the last one or two | scale and round a later step,
+//                  into the registers that are free now | start the look-ups of the step behind it
 //
-// A warp that gives the tensor cores a wgmma with operands in registers stands still until they take it, and they serve two
-// warpgroups in turns. So the turns are made long and explicit: one warpgroup multiplies a burst of four wgmma while the
-// other one finishes what it has looked up meanwhile; a barrier passes the turn on before the last wgmma of a burst, so that
-// the tensor cores always have the next one. What is decoded is the burst after the one in hand, and it goes on over the
-// ends of output tiles.
+// So the tensor cores always have the next wgmma of each warpgroup, and decoding has as long as they take for it; look-ups have
+// longer, because the tensor cores' own reads of shared memory come first.
+//
+// What binds is shared memory, 128 bytes a cycle. A wgmma reads its tokens at 64; the rest is for look-ups, 8 bytes for two
+// weights however many tokens they meet, and for what the copy engine writes.
 //
 // Blocks are persistent. Full waves of output tiles are dealt whole; the k tiles of the last one or two are dealt in
 // contiguous stretches (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh).
@@ -39,80 +39,102 @@ NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
   return (all - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
 }
 
-// Two warpgroups that take turns.
-struct Turns {
-  int warpgroup;
-
-  __device__ __forceinline__ void wait() const {}
-  __device__ __forceinline__ void pass() const {}
-};
-
 // One warp of a consumer.
 template <class Format, class T, int SHAPE>
 struct GemmConsumer {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  static constexpr int BURST_WGMMA = 4, BURSTS = S.row_groups;  // of a k tile: each burst has all its row groups
+  static constexpr int K_STEPS = GEMM_K / 16;
+  // Steps of k16: decoded so far ahead of the tensor cores, in twice as many sets of registers, and looked up before that.
+  static constexpr int AHEAD = S.decoded_ahead, SETS = 2 * AHEAD, LOOKED = S.looked_ahead;
+  static constexpr int X_GROUP = S.group_tokens * 128 / 16;  // from one token group of x to the next, in a descriptor
   using Decoder = typename Format::template Decoder<T>;
+  using Codes = typename Decoder::Codes[S.row_groups];
   const GemmRing<Format, SHAPE>& ring;
-  const Turns turns;
   const int row_tile, lane;  // row_tile: of the warp in the first row group
   const Decoder decoder;
-  typename Decoder::Codes codes[S.row_groups];
   GemmPosition<S.stages> at{0};
-  uint32_t a[BURST_WGMMA][4];
-  float sums[S.row_groups][S.tokens / 2];
-
-  // The i-th wgmma of burst b: which k16 step, and of which row group.
-  NF4L_HD static constexpr int step_of(int b, int i) { return (b * BURST_WGMMA + i) / S.row_groups; }
-  NF4L_HD static constexpr int group_of(int i) { return i % S.row_groups; }
+  int used = -1;             // stage of the k tile before, which the tensor cores may still read
+  Codes now, next;           // to finish, and to look up
+  typename Decoder::Looked looked[LOOKED][S.row_groups];
+  uint32_t a[SETS][S.row_groups][4];
+  float sums[S.row_groups * S.token_groups][S.group_tokens / 2];
 
   __device__ __forceinline__ void load(int stage) {
 #pragma unroll
     for (int r = 0; r < S.row_groups; ++r) {
-      codes[r] = decoder.load(ring.codes(stage, row_tile + 4 * r), ring.scales(stage, row_tile + 4 * r), lane);
+      next[r] = decoder.load(ring.codes(stage, row_tile + 4 * r), ring.scales(stage, row_tile + 4 * r), lane);
     }
   }
 
-  // Before the first k tile: its first burst.
-  __device__ __forceinline__ void start() {
-    mbarrier_wait(ring.full(0), 0);
-    load(0);
+  // Steps count from the k tile in hand on; those of the next one are looked up in `next`.
+  __device__ __forceinline__ void look_up(int step) {
 #pragma unroll
-    for (int i = 0; i < BURST_WGMMA; ++i) {
-      decoder.finish(decoder.look_up(codes[group_of(i)], step_of(0, i)), codes[group_of(i)], a[i]);
-    }
+    for (int r = 0; r < S.row_groups; ++r) looked[step % LOOKED][r] = decoder.look_up(next[r], step % K_STEPS);
   }
 
-  // One k tile, added to the sums or in their place, and the first burst of the next one decoded if there are `more`.
+  __device__ __forceinline__ void finish(int step) {
+    if (step == K_STEPS) take_next();
+#pragma unroll
+    for (int r = 0; r < S.row_groups; ++r) decoder.finish(looked[step % LOOKED][r], now[r], a[step % SETS][r]);
+  }
+
+  __device__ __forceinline__ void take_next() {
+#pragma unroll
+    for (int r = 0; r < S.row_groups; ++r) now[r] = next[r];
+  }
+
+  // Before the first k tile of a piece.
+  __device__ __forceinline__ void start() {
+    mbarrier_wait(ring.full(at.stage), at.phase);
+    load(at.stage);
+    take_next();
+#pragma unroll
+    for (int step = 0; step < AHEAD; ++step) {
+      look_up(step);
+      finish(step);
+    }
+#pragma unroll
+    for (int step = AHEAD; step < AHEAD + LOOKED; ++step) look_up(step);
+  }
+
+  // One k tile, added to the sums or in their place, and the first steps of the next one decoded if there are `more`.
   __device__ __forceinline__ void multiply(bool add, bool more) {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
     at.step();
 #pragma unroll
-    for (int b = 0; b < BURSTS; ++b) {
-      const bool last = b == BURSTS - 1;
-      if (last && more) {
+    for (int step = 0; step < K_STEPS; ++step) {
+      if (step == K_STEPS - AHEAD - LOOKED && more) {
         mbarrier_wait(ring.full(at.stage), at.phase);
         load(at.stage);
       }
-      typename Decoder::Looked looked[BURST_WGMMA];
-      turns.wait();
       wgmma_fence();
 #pragma unroll
-      for (int i = 0; i < BURST_WGMMA; ++i) {
-        wgmma_m64k16<T>(sums[group_of(i)], a[i], x + 2 * step_of(b, i), add || step_of(b, i) > 0);
-        if (i == BURST_WGMMA - 2 && (!last || more || turns.warpgroup == 0)) turns.pass();
-        looked[i] = decoder.look_up(codes[group_of(i)], step_of(last ? 0 : b + 1, i));
+      for (int r = 0; r < S.row_groups; ++r) {
+#pragma unroll
+        for (int t = 0; t < S.token_groups; ++t) {
+          wgmma_m64k16<T>(sums[r * S.token_groups + t], a[step % SETS][r], x + 2 * step + t * X_GROUP, add || step > 0);
+        }
       }
       wgmma_commit_group();
-      wgmma_wait_group<0>();
-      if (last) {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(ring.empty(stage));
-      }
-#pragma unroll
-      for (int i = 0; i < BURST_WGMMA; ++i) decoder.finish(looked[i], codes[group_of(i)], a[i]);
+      wgmma_wait_group<AHEAD>();
+      if (step == AHEAD - 1) release();
+      finish(step + AHEAD);
+      look_up(step + AHEAD + LOOKED);
     }
+    used = stage;
+  }
+
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
+  }
+
+  // After the last k tile of a piece: the sums may be read.
+  __device__ __forceinline__ void drain() {
+    wgmma_wait_group<0>();
+    release();
+    used = -1;
   }
 };
 
@@ -120,15 +142,16 @@ template <class Format, int SHAPE>
 __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
                                              const GemmRing<Format, SHAPE>& ring, int warp, int lane) {
   if (warp == 0) {
+    if (lane > 0) return;
     grid_wait();
-    feed(args, x, ring, lane);
+    feed(args, x, ring);
   } else if (warp <= Format::scale_warps(GEMM_SHAPES[SHAPE])) {
     Format::produce_scales(args, ring, (warp - 1) * WARP + lane);
   }
 }
 
 template <class Format, class T, int SHAPE>
-__device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& y,
+__device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Weight>& args,
                                              const GemmRing<Format, SHAPE>& ring, char* smem, int warp, int lane) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   const int warpgroup = warp / 4;
@@ -137,24 +160,22 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
   grid_wait();  // slots, flags and y may be in use until then
 
   const int row_tile = warpgroup * S.group_rows() / TILE_ROWS + warp % 4;
-  GemmConsumer<Format, T, SHAPE> consumer = {ring, {warpgroup}, row_tile, lane, {ring.smem, lane}};
-  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * GemmShared::out_bytes();
-  const GemmFinish<T, typename Format::Weight, SHAPE> finish = {args, y, buffers, warpgroup, warp % 4 * WARP + lane};
+  GemmConsumer<Format, T, SHAPE> consumer = {ring, row_tile, lane, {ring.smem, lane}};
+  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * S.STORE_TOKENS * ring.MAP.out_line;
+  const GemmFinish<Format, T, SHAPE> finish = {args, buffers, warpgroup, warp % 4 * WARP + lane};
 
   GemmPieces piece(args.cut, blockIdx.x);
-  int left = piece.k_tiles_left();
-  if (left > 0) consumer.start();
     while (piece.next()) {
-    for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, --left > 0);
+    consumer.start();
+    for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, k + 1 < piece.end);
+    consumer.drain();
     finish(consumer.sums, piece);
   }
-  if (finish.thread == 0) cp_async_bulk_wait_group_read<0>();
 }
 
 template <class Format, class T, int SHAPE>
 __global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
-    gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args, const __grid_constant__ CUtensorMap x,
-                      const __grid_constant__ CUtensorMap y) {
+    gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args, const __grid_constant__ CUtensorMap x) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
@@ -168,7 +189,7 @@ __global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
     gemm_produce<Format, SHAPE>(args, x, ring, warp - S.consumers * 4, lane);
   } else {
     setmaxnreg_inc<gemm_consumer_registers(S)>();
-    gemm_consume<Format, T, SHAPE>(args, y, ring, smem, warp, lane);
+    gemm_consume<Format, T, SHAPE>(args, ring, smem, warp, lane);
   }
 #endif
 }

@@ -9,7 +9,6 @@
 #include "copy.cuh"
 #include "gemm_wgmma_load.cuh"
 #include "gemm_wgmma_plan.h"
-#include "tma.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace nf4l {
@@ -21,14 +20,16 @@ namespace nf4l {
 // leaves in its slot what others will store and counts itself in; then each finisher waits for all, adds up its own steps in
 // the order of the blocks, the same bits at every call, and counts itself out; the last one clears the counter. Blocks start
 // in order, so of all that run, only those of one tile can wait for blocks that have not started.
-template <class T, class Weight, int SHAPE>
+template <class Format, class T, int SHAPE>
 struct GemmFinish {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  static constexpr int STEPS = S.tokens / S.STORE_TOKENS;
+  static constexpr int LINE_BYTES = GemmShared(S, Format::BYTES).out_line;
+  static constexpr int STEPS = S.tokens() / S.STORE_TOKENS, GROUP_STEPS = S.group_tokens / S.STORE_TOKENS;
+  // Eight rows are a chunk of 16 bytes; a warpgroup stores so many lines of y at once.
+  static constexpr int CHUNKS = WARPGROUP_ROWS / 8, LINES = WARPGROUP / CHUNKS;
   static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane and a row group: rows g, g + 8, two tokens
-  using Sums = float[S.row_groups][S.tokens / 2];
-  const GemmArgs<Weight>& args;
-  const CUtensorMap& y;
+  using Sums = float[S.row_groups * S.token_groups][S.group_tokens / 2];
+  const GemmArgs<typename Format::Weight>& args;
   const uint32_t buffers;  // two
   const int warpgroup, thread;
 
@@ -67,6 +68,11 @@ struct GemmFinish {
     store(sums, out, from, to);
   }
 
+  template <class SumsOrConst>
+  __device__ __forceinline__ static auto* values(SumsOrConst& sums, int r, int step) {
+    return sums[r * S.token_groups + step / GROUP_STEPS] + step % GROUP_STEPS * (4 * STEP_VECTORS);
+  }
+
   __device__ __forceinline__ float4* slot(int block) const {
     constexpr int VECTORS = S.row_groups * STEPS * STEP_VECTORS;
     return args.slots + (int64_t(block) * S.consumers + warpgroup) * (VECTORS * WARPGROUP) + thread;
@@ -82,7 +88,7 @@ struct GemmFinish {
       for (int r = 0; r < S.row_groups; ++r) {
 #pragma unroll
         for (int i = 0; i < STEP_VECTORS; ++i) {
-          const float* v = sums[r] + 4 * (step * STEP_VECTORS + i);
+          const float* v = values(sums, r, step) + 4 * i;
           __stcg(at + ((step * S.row_groups + r) * STEP_VECTORS + i) * WARPGROUP, make_float4(v[0], v[1], v[2], v[3]));
         }
       }
@@ -98,7 +104,7 @@ struct GemmFinish {
       if (step < from || step >= to) continue;
 #pragma unroll
       for (int r = 0; r < S.row_groups; ++r) {
-        float* own = sums[r] + 4 * step * STEP_VECTORS;
+        float* own = values(sums, r, step);
         const int offset = (step * S.row_groups + r) * STEP_VECTORS * WARPGROUP;
         float before[4 * STEP_VECTORS] = {};
         for (int block = sharers.first; block < int(blockIdx.x); ++block) add(before, slot(block) + offset);
@@ -120,9 +126,9 @@ struct GemmFinish {
   }
 
   // Steps from .. to - 1 of a tile. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight; y wants
-  // neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer [STORE_TOKENS][64], which is swizzled
-  // as the copy engine does.
-  __device__ __forceinline__ void store(const Sums& sums, OutTile out, int from, int to) const {
+  // neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer [STORE_TOKENS][64], whose chunks of 16
+  // bytes are swizzled so that neither way in nor way out meets itself in a bank. With two buffers one barrier a step will do.
+  __device__ __forceinline__ void store(const Sums& sums, OutTile out, int from, int to_step) const {
     const int lane = thread % WARP, warp = thread / WARP;
     int turn = 0;
 #pragma unroll
@@ -130,29 +136,29 @@ struct GemmFinish {
       const int first_row = out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS;
       const int row = first_row + warp * TILE_ROWS + lane / 4;
       const float2 bias = {bias_of(row), bias_of(row + 8)};
+      const int column = first_row + thread % CHUNKS * 8;
+      int token = out.token_tile * S.tokens() + from * S.STORE_TOKENS + thread / CHUNKS;
+      uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + column;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
-        if (step < from || step >= to) continue;
-        const uint32_t buffer = buffers + turn * GemmShared::out_bytes();
-        const int token = out.token_tile * S.tokens + step * S.STORE_TOKENS;
+        if (step < from || step >= to_step) continue;
+        const uint32_t buffer = buffers + turn * (S.STORE_TOKENS * LINE_BYTES);
         turn ^= 1;
-        if (thread == 0) cp_async_bulk_wait_group_read<1>();
-        sync();
 #pragma unroll
         for (int j = 0; j < STEP_VECTORS; j += 2) {
-          const float* v = sums[r] + (step * STEP_VECTORS + j) * 4;
+          const float* v = values(sums, r, step) + 4 * j;
           const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-          stmatrix_x4_trans(buffer + line * 128 + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
+          stmatrix_x4_trans(buffer + line * LINE_BYTES + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
                             round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
                             round_pair<T>(v[6] + bias.y, v[7] + bias.y));
         }
-        if (args.copy_out) fence_proxy_async();
         sync();
-        if (!args.copy_out) {
-          put(buffer, token, first_row);
-        } else if (thread == 0) {
-          if (token < args.m && first_row < args.n) cp_async_bulk_tensor_2d_store(&y, buffer, first_row, token);
-          cp_async_bulk_commit_group();
+#pragma unroll
+        for (int i = 0; i < S.STORE_TOKENS / LINES; ++i) {
+          const int line = i * LINES + thread / CHUNKS;
+          if (token < args.m) put(buffer + line * LINE_BYTES + ((thread % CHUNKS ^ line % 8) << 4), to, args.n - column);
+          token += LINES;
+          to += LINES * int64_t(args.n);
         }
       }
     }
@@ -162,15 +168,13 @@ struct GemmFinish {
     return args.bias && row < args.n ? to_float(static_cast<const T*>(args.bias)[row]) : 0.0f;
   }
 
-  // A buffer to y where the copy engine cannot: rows of y that do not start at multiples of 16 bytes.
-  __device__ __forceinline__ void put(uint32_t buffer, int token, int row) const {
-    uint16_t* const y16 = static_cast<uint16_t*>(args.y);
+  // As many of a chunk's eight values as there are rows.
+  __device__ __forceinline__ void put(uint32_t chunk, uint16_t* to, int rows) const {
+    if (args.vectors) {
+      if (rows > 0) *reinterpret_cast<uint4*>(to) = ld_shared_u32x4(chunk);
+    } else {
 #pragma unroll 1
-    for (int i = thread; i < S.STORE_TOKENS * WARPGROUP_ROWS; i += WARPGROUP) {
-      const int line = i / WARPGROUP_ROWS, column = i % WARPGROUP_ROWS;
-      if (token + line >= args.m || row + column >= args.n) continue;
-      const uint32_t at = buffer + line * 128 + ((column / 8 ^ line % 8) << 4) + column % 8 * 2;
-      y16[int64_t(token + line) * args.n + row + column] = ld_shared_u16(at);
+      for (int e = 0; e < 8 && e < rows; ++e) to[e] = ld_shared_u16(chunk + 2 * e);
     }
   }
 };

@@ -26,6 +26,7 @@
 namespace nf4l {
 
 struct GemmFourBitWeight : FourBitWeight {
+  CUtensorMap code_map;
   float centroids[16];
 };
 

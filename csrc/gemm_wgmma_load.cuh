@@ -12,7 +12,7 @@
 
 namespace nf4l {
 
-// Weight is the format's description of a weight, with `codes`, `n`, `row_tiles` and `k_tiles` (of GEMM_K inputs).
+// Weight is the format's description of a weight, with `n` and `code_map` (encode_codes, a row block's row tiles a box).
 template <class Weight>
 struct GemmArgs : Weight {
   const void* bias;  // [n] or NULL
@@ -21,7 +21,7 @@ struct GemmArgs : Weight {
   unsigned* raised;  // [blocks], zero before and after
   int m;
   GemmCut cut;
-  bool copy_out;     // y may be written by the copy engine
+  bool vectors;      // rows of y start at multiples of 16 bytes
 };
 
 // Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.
@@ -65,30 +65,26 @@ struct GemmRing {
   }
 };
 
-// One warp: x and the codes of every k tile. What lies beyond the last token is zero; row tiles beyond the last keep what is
-// there, which stands for numbers whatever it is.
+// One thread: x and the codes of every k tile, each by one copy, because a copy takes the engine 45 ns whatever its size. What
+// lies beyond the last token or row tile is zero.
 template <class Format, int SHAPE>
 __device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
-                                     const GemmRing<Format, SHAPE>& ring, int lane) {
+                                     const GemmRing<Format, SHAPE>& ring) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  const uint64_t policy = args.cut.token_tiles > 1 ? createpolicy_evict_normal() : createpolicy_evict_first();
   GemmPosition<S.stages> at(1);
   GemmPieces piece(args.cut, blockIdx.x);
   while (piece.next()) {
     const OutTile out(args.cut, piece.tile);
-    const int row_tile = out.row_block * S.row_tiles(), row_tiles = min(S.row_tiles(), args.row_tiles - row_tile);
-    const uint8_t* codes = args.codes + (int64_t(row_tile + lane) * args.k_tiles + piece.begin) * Format::BYTES.codes;
     for (int k = piece.begin; k < piece.end; ++k) {
+      const uint32_t full = ring.full(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
-      if (lane == 0) {
-        mbarrier_arrive_expect_tx(ring.full(at.stage), S.x_bytes() + row_tiles * Format::BYTES.codes);
-        cp_async_bulk_tensor_2d(ring.x(at.stage), &x, k * GEMM_K, out.token_tile * S.tokens, ring.full(at.stage));
+      mbarrier_arrive_expect_tx(full, S.x_bytes() + S.row_tiles() * Format::BYTES.codes);
+      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, out.row_block * S.row_tiles(), full);
+#pragma unroll
+      for (int t = 0; t < S.token_groups; ++t) {
+        cp_async_bulk_tensor_2d(ring.x(at.stage) + t * S.group_tokens * 128, &x, k * GEMM_K,
+                                out.token_tile * S.tokens() + t * S.group_tokens, full);
       }
-      __syncwarp();
-      if (lane < row_tiles) {
-        cp_async_bulk(ring.codes(at.stage, lane), codes, Format::BYTES.codes, ring.full(at.stage), policy);
-      }
-      codes += Format::BYTES.codes;
       at.step();
     }
   }

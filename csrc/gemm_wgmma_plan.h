@@ -15,50 +15,59 @@ constexpr int GEMM_K = 64;  // inputs of a k tile: what a stage of the ring hold
 // A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply share the
 // rows, and one more feeds them.
 struct GemmShape {
-  int tokens;      // the n of wgmma
-  int consumers;   // warpgroups that multiply
-  int row_groups;  // of a warpgroup: 64 rows each, the m of wgmma
-  int stages;      // of the ring
+  int group_tokens;   // the n of wgmma
+  int token_groups;   // that share decoded weights
+  int consumers;      // warpgroups that multiply
+  int row_groups;     // of a warpgroup: 64 rows each, the m of wgmma
+  int stages;         // of the ring
+  int decoded_ahead;  // k16 steps, see GemmConsumer
+  int looked_ahead;
+  int tile_ns;        // what a k tile takes, measured (docs/kernel-log.md); for the choice between shapes
 
   static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
+  NF4L_HD constexpr int tokens() const { return token_groups * group_tokens; }
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
   NF4L_HD constexpr int group_rows() const { return row_groups * WARPGROUP_ROWS; }
   NF4L_HD constexpr int block_rows() const { return consumers * group_rows(); }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
-  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
-  NF4L_HD constexpr int lane_results() const { return row_groups * tokens / 2; }
+  NF4L_HD constexpr int x_bytes() const { return tokens() * GEMM_K * 2; }  // of a stage
+  NF4L_HD constexpr int lane_results() const { return row_groups * tokens() / 2; }
   // Sums of one output tile, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{96, 2, 2, 6},  {128, 2, 2, 5}, {128, 2, 1, 6},
-                                      {128, 3, 1, 6}, {192, 2, 1, 5}, {256, 2, 1, 4}};
+constexpr GemmShape GEMM_SHAPES[] = {
+    {96, 1, 2, 2, 6, 1, 1, 600},  {128, 1, 2, 2, 5, 1, 1, 700}, {128, 1, 2, 1, 7, 2, 2, 400}, {128, 1, 3, 1, 6, 2, 1, 550},
+    {192, 1, 2, 1, 5, 2, 2, 500}, {256, 1, 2, 1, 4, 2, 2, 600}, {160, 2, 2, 1, 3, 2, 1, 750}, {192, 2, 2, 1, 3, 1, 1, 800},
+};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
 struct GemmFormatBytes {
-  int table;  // for decoding, once
-  int codes;  // of a stage, for each row tile
-  int scales; // the same
+  int table;   // for decoding, once
+  int gap;     // where in the table the first of many free lines of 128 bytes is, 0 if there are none
+  int stride;  // from one free line to the next
+  int codes;   // of a stage, for each row tile
+  int scales;  // the same
 };
-constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, TILE_BYTES, TILE_ROWS * 4};
+constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, 128, 256, TILE_BYTES, TILE_ROWS * 4};
 
 // Byte offsets in a block's shared memory. The decoding table is at 0; what is swizzled begins at multiples of 1024.
 struct GemmShared {
   int x;         // [stages][tokens][64], 16 bit
-  int out;       // [warpgroups][2][STORE_TOKENS][64], 16 bit: y on its way out
+  int out;       // [warpgroups][2][STORE_TOKENS] lines of [64], 16 bit: y on its way out, in the table's gaps if it has any
+  int out_line;  // bytes from one line to the next
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
   int barriers;  // uint64 [stages][full, empty]
   int total;
 
-  NF4L_HD static constexpr int out_bytes() { return GemmShape::STORE_TOKENS * WARPGROUP_ROWS * 2; }
-
   NF4L_HD constexpr GemmShared(GemmShape shape, GemmFormatBytes format)
       : x(format.table),
-        out(x + shape.stages * shape.x_bytes()),
-        codes(out + shape.consumers * 2 * out_bytes()),
+        out(format.gap > 0 ? format.gap : x + shape.stages * shape.x_bytes()),
+        out_line(format.gap > 0 ? format.stride : 128),
+        codes(x + shape.stages * shape.x_bytes() + (format.gap > 0 ? 0 : shape.consumers * 2 * GemmShape::STORE_TOKENS * 128)),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
         total(barriers + shape.stages * 16) {}
@@ -151,8 +160,8 @@ struct GemmPlan {
   int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
 };
 
-// What an output tile shared by blocks costs them, in k tiles: sums written, waited for, read and added.
-constexpr int GEMM_CUT_TILES = 6;
+// What an output tile costs beside its k tiles, and what it costs if blocks share it: sums written, waited for, read.
+constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 3000;
 // No block gets less of the line, and no more blocks share an output tile (but for one that ends and one that begins there).
 constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 
@@ -160,7 +169,7 @@ constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, bool cut, int sms,
                       int shared_limit, GemmPlan& plan) {
   const GemmShape shape = GEMM_SHAPES[shape_index];
-  const int64_t token_tiles = ceil_div(m, shape.tokens), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
+  const int64_t token_tiles = ceil_div(m, shape.tokens()), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
   const int64_t tiles = token_tiles * row_blocks;
@@ -176,7 +185,7 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
                                                                             : cut_tiles * GEMM_MOST_SHARERS;
     parts = parts < cut_tiles ? cut_tiles : parts;
     parts = parts < most ? parts : most;
-    if (units + GEMM_CUT_TILES * parts < parts * k_tiles * ((waves > 0) + 1)) {
+    if (units * shape.tile_ns + GEMM_SHARE_NS * parts < parts * k_tiles * ((waves > 0) + 1) * shape.tile_ns) {
       blocks = parts;
       whole_tiles = tiles - cut_tiles;
     }
@@ -187,6 +196,26 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   plan = {shape_index, {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal}, shared,
           units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
+}
+
+// How long the slowest block of a plan takes, in nanoseconds, not counting the start.
+inline int64_t estimated_ns(const GemmPlan& plan) {
+  const GemmCut& cut = plan.cut;
+  const int64_t tile_ns = GEMM_SHAPES[plan.shape].tile_ns, stretch = cut.deal.base + (cut.deal.extra > 0);
+  const int64_t whole = ceil_div(cut.whole_tiles, cut.blocks) * (cut.k_tiles * tile_ns + GEMM_STORE_NS);
+  return whole + (stretch > 0 ? stretch * tile_ns + GEMM_STORE_NS + GEMM_SHARE_NS : 0);
+}
+
+// The plan of the shape that should take least; false when none fits.
+inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int sms, int shared_limit, GemmPlan& best) {
+  bool found = false;
+  for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
+    GemmPlan plan;
+    if (!plan_gemm(m, n, k, format, shape, true, sms, shared_limit, plan)) continue;
+    if (!found || estimated_ns(plan) < estimated_ns(best)) best = plan;
+    found = true;
+  }
+  return found;
 }
 
 }  // namespace nf4l

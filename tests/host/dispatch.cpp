@@ -54,7 +54,7 @@ int main() {
       case nf4l::Engine::gemm_wgmma: {
         const nf4l::GemmPlan& p = launch.gemm_wgmma;
         const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
-        std::cout << "gemm_wgmma " << shape.tokens << ' ' << shape.row_groups << ' ' << p.cut.blocks << ' '
+        std::cout << "gemm_wgmma " << shape.tokens() << ' ' << shape.row_groups << ' ' << p.cut.blocks << ' '
                   << p.cut.whole_tiles << ' ' << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' '
                   << p.workspace_bytes << '\n';
         break;
