@@ -37,35 +37,34 @@ struct GemmFinish {
 
   // The sums of a piece.
   __device__ __forceinline__ void operator()(Sums& sums, const GemmPieces& piece) const {
-    const OutTile out(args.cut, piece.tile);
-    if (piece.whole_tile()) {
-      store(sums, out, 0, STEPS);
-      return;
-    }
+    int from = 0, to = STEPS;  // steps that this block stores
+    if (!piece.whole_tile() && !share(sums, piece, from, to)) return;
+    store(sums, OutTile(args.cut, piece.tile), from, to);
+  }
+
+  // Leaves to the other blocks and takes from them; false where they do the rest.
+  __device__ __forceinline__ bool share(Sums& sums, const GemmPieces& piece, int& from, int& to) const {
     const GemmSharers sharers(args.cut, piece.tile);
     const bool finishes = piece.last();
-    const int me = blockIdx.x - sharers.first;
-    // Steps that this block stores: finisher() grows with the step.
-    int from = STEPS, to = STEPS;
-    if (finishes) {
-      from = (me * STEPS + sharers.finishers - 1) / sharers.finishers;
-      to = ((me + 1) * STEPS + sharers.finishers - 1) / sharers.finishers;
-    }
+    const int me = blockIdx.x - sharers.first, finishers = sharers.finishers;
+    // finisher() grows with the step.
+    from = finishes ? (me * STEPS + finishers - 1) / finishers : STEPS;
+    to = finishes ? ((me + 1) * STEPS + finishers - 1) / finishers : STEPS;
     leave(sums, from, to);
     unsigned* const counter = args.raised + sharers.first;
     const int shift = 8 * warpgroup;
     sync();
     if (thread == 0) red_add_release_gpu(counter, 1u << shift);
-    if (!finishes) return;
+    if (!finishes) return false;
     if (thread == 0) {
       while ((ld_acquire_gpu(counter) >> shift & 255) < unsigned(sharers.count)) {
       }
-      const unsigned last = sharers.count + sharers.finishers - 1;
+      const unsigned last = sharers.count + finishers - 1;
       if ((atomicAdd(counter, 1u << shift) >> shift & 255) == last) atomicSub(counter, (last + 1) << shift);
     }
     sync();
     collect(sums, sharers, from, to);
-    store(sums, out, from, to);
+    return true;
   }
 
   template <class SumsOrConst>
@@ -107,9 +106,11 @@ struct GemmFinish {
         float* own = values(sums, r, step);
         const int offset = (step * S.row_groups + r) * STEP_VECTORS * WARPGROUP;
         float before[4 * STEP_VECTORS] = {};
+#pragma unroll 1
         for (int block = sharers.first; block < int(blockIdx.x); ++block) add(before, slot(block) + offset);
 #pragma unroll
         for (int i = 0; i < 4 * STEP_VECTORS; ++i) own[i] += before[i];
+#pragma unroll 1
         for (int block = blockIdx.x + 1; block < stop; ++block) add(own, slot(block) + offset);
       }
     }
