@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -16,10 +15,13 @@ from .. import eager
 from ..bench import generate as generate_bench
 from ..bench import gpu, linear_report
 from ..bench import linear as linear_bench
+from ..bench.record import write, write_record
+from .bench_cpu import cpu
 from .loading import ModelSource
-from .output import errors_to_exit
+from .output import errors_to_exit, need_matplotlib
 
 bench = typer.Typer(help="Time layers and models beside their peers.", no_args_is_help=True)
+bench.command()(cpu)
 console = Console(stderr=True)
 RESULTS = Path("benchmarks/results")
 
@@ -49,7 +51,7 @@ def linear(
         if unknown := sorted(set(peer or ()) - set(linear_bench.PEERS)):
             raise ValueError(f"--peer takes {', '.join(linear_bench.PEERS)}; got {', '.join(unknown)}")
         if not tune:
-            _need_matplotlib()
+            need_matplotlib()
         ceilings = gpu.measure_ceilings()
         if tune:
             numbers = [m for m in numbers if m <= eager.MOST_TOKENS]
@@ -59,11 +61,11 @@ def linear(
         rows = _collect(cells, len(shapes) * len(numbers))
         record = gpu.record_of(rows, ceilings)
         path = output or RESULTS / f"{gpu.machine_slug()}-linear{'-tune' if tune else ''}.json"
-        gpu.write_record(path, record)
+        write_record(path, record)
         text = linear_report.tune_markdown(record) if tune else linear_report.markdown(record)
-        gpu.write(path.with_suffix(".md"), text.encode())
+        write(path.with_suffix(".md"), text.encode())
         if not tune:
-            gpu.write(path.with_suffix(".png"), linear_report.plot(record))
+            write(path.with_suffix(".png"), linear_report.plot(record))
         print(text)
 
 
@@ -77,7 +79,9 @@ def generate(
     ] = None,
     plain: Annotated[bool, typer.Option("--eager/--no-eager", help="Measure transformers' plain loop.")] = True,
     compiled: Annotated[bool, typer.Option(help="Measure the loop with a static cache and torch.compile.")] = True,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    prompt: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeatable.", show_default="128")
+    ] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=3)] = 128,
     output: Annotated[Path | None, typer.Option(help="The JSON file; the table goes beside it.")] = None,
 ) -> None:
@@ -91,14 +95,19 @@ def generate(
         ways = [way for way, wanted in ((False, plain), (True, compiled)) if wanted]
         rows = []
         name = model if random else Path(model).name
-        for row in generate_bench.sweep(name, load, impl or generate_bench.IMPLEMENTATIONS, ways, prompt, new_tokens):
+        impls, prompts = impl or generate_bench.IMPLEMENTATIONS, prompt or [128]
+        for row in generate_bench.sweep(name, load, impls, ways, prompts, new_tokens):
             rows.append(row)
-            console.print(f"{row['impl']}, {'compiled' if row['compile'] else 'eager'}: {row['tok_s']:.1f} tokens/s")
+            way = "compiled" if row["compile"] else "eager"
+            console.print(
+                f"{row['impl']}, {way}, prompt {row['prompt']}: first token {row['ttft_ms']:.1f} ms, "
+                f"then {row['tok_s']:.1f} tokens/s"
+            )
         record = gpu.record_of(rows, {})
         path = output or RESULTS / f"{gpu.machine_slug()}-generate.json"
-        gpu.write_record(path, record)
+        write_record(path, record)
         text = generate_bench.markdown(record)
-        gpu.write(path.with_suffix(".md"), text.encode())
+        write(path.with_suffix(".md"), text.encode())
         print(text)
 
 
@@ -130,8 +139,3 @@ def _line(cell: Sequence[gpu.Row]) -> str:
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
         raise ValueError("this benchmark runs on an NVIDIA GPU and torch sees none")
-
-
-def _need_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the plot needs matplotlib: pip install 'nf4linear[bench]'")
