@@ -46,6 +46,12 @@ __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float ld_shared_f32(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));
@@ -79,8 +85,6 @@ __device__ __forceinline__ void ld_if(uint2& v, const void* p, bool wanted) {
       : "+r"(v.x), "+r"(v.y)
       : "l"(p), "r"(static_cast<int>(wanted)));
 }
-
-__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
 // Asynchronous copies to shared memory. Where `wanted` is false, zeros are written and nothing is read.
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool wanted) {

@@ -33,7 +33,7 @@
 namespace nf4l {
 
 // Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
-constexpr int GEMM_PRODUCER_REGISTERS = 40;
+constexpr int GEMM_PRODUCER_REGISTERS = 56;
 NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
   const int all = 65536 / shape.threads() / 8 * 8 * (shape.consumers + 1);
   return (all - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
@@ -85,7 +85,7 @@ struct GemmConsumer {
 
   // Before the first k tile of a piece.
   __device__ __forceinline__ void start() {
-    mbarrier_wait(ring.full(at.stage), at.phase);
+    mbarrier_wait(ring.full_codes(at.stage), at.phase);
     load(at.stage);
     take_next();
 #pragma unroll
@@ -101,11 +101,12 @@ struct GemmConsumer {
   __device__ __forceinline__ void multiply(bool add, bool more) {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
+    mbarrier_wait(ring.full_x(stage), at.phase);
     at.step();
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
       if (step == K_STEPS - AHEAD - LOOKED && more) {
-        mbarrier_wait(ring.full(at.stage), at.phase);
+        mbarrier_wait(ring.full_codes(at.stage), at.phase);
         load(at.stage);
       }
       wgmma_fence();

@@ -24,7 +24,7 @@ struct GemmArgs : Weight {
   bool vectors;      // rows of y start at multiples of 16 bytes
 };
 
-// Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.
+// Position in the ring. Stage s is filled when its `full` barriers turn to `phase`, and free when `empty` does.
 template <int STAGES>
 struct GemmPosition {
   int stage = 0;
@@ -52,13 +52,16 @@ struct GemmRing {
   __device__ __forceinline__ uint32_t scales(int stage, int row_tile) const {
     return smem + MAP.scales + (stage * S.row_tiles() + row_tile) * Format::BYTES.scales;
   }
-  __device__ __forceinline__ uint32_t full(int stage) const { return smem + MAP.barriers + stage * 16; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+  // x is needed later than codes and scales, and takes longer.
+  __device__ __forceinline__ uint32_t full_codes(int stage) const { return smem + MAP.barriers + stage * GemmShared::BARRIERS; }
+  __device__ __forceinline__ uint32_t full_x(int stage) const { return full_codes(stage) + 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full_codes(stage) + 16; }
 
   // One thread, before anybody else uses the ring.
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < S.stages; ++s) {
-      mbarrier_init(full(s), 1 + Format::scale_warps(S));
+      mbarrier_init(full_codes(s), 1 + Format::scale_warps(S));
+      mbarrier_init(full_x(s), 1);
       mbarrier_init(empty(s), S.consumers * 4);
     }
     fence_mbarrier_init();
@@ -76,14 +79,15 @@ __device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& ar
   while (piece.next()) {
     const OutTile out(args.cut, piece.tile);
     for (int k = piece.begin; k < piece.end; ++k) {
-      const uint32_t full = ring.full(at.stage);
+      const uint32_t full_codes = ring.full_codes(at.stage), full_x = ring.full_x(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
-      mbarrier_arrive_expect_tx(full, S.x_bytes() + S.row_tiles() * Format::BYTES.codes);
-      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, out.row_block * S.row_tiles(), full);
+      mbarrier_arrive_expect_tx(full_codes, S.row_tiles() * Format::BYTES.codes);
+      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, out.row_block * S.row_tiles(), full_codes);
+      mbarrier_arrive_expect_tx(full_x, S.x_bytes());
 #pragma unroll
       for (int t = 0; t < S.token_groups; ++t) {
         cp_async_bulk_tensor_2d(ring.x(at.stage) + t * S.group_tokens * 128, &x, k * GEMM_K,
-                                out.token_tile * S.tokens() + t * S.group_tokens, full);
+                                out.token_tile * S.tokens() + t * S.group_tokens, full_x);
       }
       at.step();
     }

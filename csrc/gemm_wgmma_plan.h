@@ -38,8 +38,8 @@ struct GemmShape {
 
 // Everything that is compiled, for each format and 16-bit type.
 constexpr GemmShape GEMM_SHAPES[] = {
-    {96, 1, 2, 2, 6, 1, 1, 600},  {128, 1, 2, 2, 5, 1, 1, 700}, {128, 1, 2, 1, 7, 2, 2, 400}, {128, 1, 3, 1, 6, 2, 1, 550},
-    {192, 1, 2, 1, 5, 2, 2, 500}, {256, 1, 2, 1, 4, 2, 2, 600}, {160, 2, 2, 1, 3, 2, 1, 750},
+    {96, 1, 3, 1, 7, 2, 1, 450},  {128, 1, 2, 1, 7, 2, 2, 350}, {128, 1, 3, 1, 6, 2, 1, 500}, {192, 1, 3, 1, 4, 1, 1, 650},
+    {192, 1, 2, 1, 5, 2, 2, 480}, {256, 1, 2, 1, 4, 2, 2, 600}, {160, 2, 2, 1, 3, 2, 1, 750},
 };
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
@@ -60,8 +60,10 @@ struct GemmShared {
   int out_line;  // bytes from one line to the next
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
-  int barriers;  // uint64 [stages][full, empty]
+  int barriers;  // uint64 [stages][full_codes, full_x, empty]
   int total;
+
+  static constexpr int BARRIERS = 24;  // bytes of a stage
 
   NF4L_HD constexpr GemmShared(GemmShape shape, GemmFormatBytes format)
       : x(format.table),
@@ -70,7 +72,7 @@ struct GemmShared {
         codes(x + shape.stages * shape.x_bytes() + (format.gap > 0 ? 0 : shape.consumers * 2 * GemmShape::STORE_TOKENS * 128)),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
-        total(barriers + shape.stages * 16) {}
+        total(barriers + shape.stages * BARRIERS) {}
 };
 
 // How a call is cut. Each block takes output tiles whole, block b those numbered b, b + blocks, ... below `whole_tiles`. The k
