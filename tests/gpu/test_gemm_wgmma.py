@@ -32,7 +32,7 @@ SPECS = (
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the twelve shapes of the other engines.
-SHAPES = (96, 128, 128, 128, 192, 256)
+SHAPES = (96, 128, 128, 192, 192, 256, 320)
 FIRST_SHAPE = 12
 CUT, WHOLE = 0, 1
 
@@ -113,7 +113,7 @@ def test_many_tokens_and_outputs_beyond_two_to_the_31(library):
         dense = ops.dequantize(*operands(spec, packed), *geometry(spec), torch.float16)
         x = torch.randn(tokens, k, device="cuda", dtype=torch.float16)
         want = x @ dense.T
-        for shape in (4, 5):
+        for shape in (5, 6):
             got = launch(library, spec, packed, x, tuned(shape))
             for rows in (slice(0, 300), slice(tokens // 2, tokens // 2 + 300), slice(tokens - 300, tokens)):
                 assert relative_error(got[rows], want[rows].double()) < 1e-3, (tokens, shape)
@@ -208,10 +208,10 @@ def test_rows_of_activations_apart(weight, library, shape):
 
 # (spec, tokens, flags): output tiles cut by many blocks, by few, and by none.
 ORDERED = (
-    (FourBitSpec("nf4", 256, 8192), 100, tuned(2)),
+    (FourBitSpec("nf4", 256, 8192), 100, tuned(1)),
     (FourBitSpec("nf4", 4096, 2048), 250, tuned(5)),
     (FourBitSpec("nf4", 8192, 1024), 600, tuned(4)),
-    (FourBitSpec("nf4", 2048, 1024), 300, tuned(1, WHOLE)),
+    (FourBitSpec("nf4", 2048, 1024), 300, tuned(2, WHOLE)),
 )
 
 
