@@ -33,11 +33,14 @@ ROUNDS = 9
 # Weight bytes of the peers that do not hold ours: 4-bit integers with a 16-bit scale for 64 of them.
 HUMMING_BYTES = 0.5 + 2 / 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
-# csrc/small_wgmma_plan.h (tokens, row groups, accumulators) with the fewest units of a block.
+# csrc/small_wgmma_plan.h (tokens, row groups, accumulators) with the fewest units of a block, then those of
+# csrc/gemm_wgmma_plan.h (tokens of a group, token groups, warpgroups) with all output tiles whole, or the last ones cut.
 TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
 TUNE_WGMMA_SHAPES = ((16, 1, 2), (32, 2, 2), (32, 4, 1), (64, 2, 2), (64, 2, 1))
 TUNE_LEAST_UNITS = (1, 2, 4)
+TUNE_GEMM_SHAPES = ((96, 1, 3), (128, 1, 2), (128, 1, 3), (192, 1, 3), (192, 1, 2), (256, 1, 2), (160, 2, 2))
+TUNE_CUTS = {"cut": 0, "whole": 1}
 
 Layer = Callable[[Tensor], Tensor]
 Operands = tuple[Tensor | None, ...]
@@ -221,6 +224,11 @@ def _variants(m: int) -> Iterator[tuple[str, int]]:
         if m <= tokens < 2 * m:
             for units in TUNE_LEAST_UNITS:
                 yield f"wgmma{tokens}x{row_groups}x{accumulators}/{units}", _flags(index, units)
+    if m > 64:
+        first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
+        for index, (tokens, groups, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
+            for cut, value in TUNE_CUTS.items():
+                yield f"gemm{tokens}x{groups}x{warpgroups}/{cut}", _flags(index, value)
 
 
 def _flags(shape: int, cut: int) -> int:
