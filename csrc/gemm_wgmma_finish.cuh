@@ -25,8 +25,6 @@ struct GemmFinish {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   static constexpr int LINE_BYTES = GemmShared(S, Format::BYTES).out_line;
   static constexpr int STEPS = S.tokens() / S.STORE_TOKENS, GROUP_STEPS = S.group_tokens / S.STORE_TOKENS;
-  // Eight rows are a chunk of 16 bytes; a warpgroup stores so many lines of y at once.
-  static constexpr int CHUNKS = WARPGROUP_ROWS / 8, LINES = WARPGROUP / CHUNKS;
   static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane and a row group: rows g, g + 8, two tokens
   using Sums = float[S.row_groups * S.token_groups][S.group_tokens / 2];
   const GemmArgs<typename Format::Weight>& args;
@@ -126,19 +124,19 @@ struct GemmFinish {
     }
   }
 
-  // Steps from .. to - 1 of a tile. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight; y wants
-  // neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer [STORE_TOKENS][64], whose chunks of 16
-  // bytes are swizzled so that neither way in nor way out meets itself in a bank. With two buffers one barrier a step will do.
+  // Steps from .. to - 1 of a tile, each warp by itself. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of
+  // each eight; y wants neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer of STORE_TOKENS
+  // lines of 64 rows, whose chunks of eight rows are swizzled for the banks' sake. A warp has two chunks of each line.
   __device__ __forceinline__ void store(const Sums& sums, OutTile out, int from, int to_step) const {
+    constexpr int LINES = WARP / 2;  // that a warp stores at once: 32 bytes of each
     const int lane = thread % WARP, warp = thread / WARP;
     int turn = 0;
 #pragma unroll
     for (int r = 0; r < S.row_groups; ++r) {
-      const int first_row = out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS;
-      const int row = first_row + warp * TILE_ROWS + lane / 4;
-      const float2 bias = {bias_of(row), bias_of(row + 8)};
-      const int column = first_row + thread % CHUNKS * 8;
-      int token = out.token_tile * S.tokens() + from * S.STORE_TOKENS + thread / CHUNKS;
+      const int first_row = out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS + warp * TILE_ROWS;
+      const float2 bias = {bias_of(first_row + lane / 4), bias_of(first_row + lane / 4 + 8)};
+      const int column = first_row + lane % 2 * 8;
+      int token = out.token_tile * S.tokens() + from * S.STORE_TOKENS + lane / 2;
       uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + column;
 #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
@@ -153,16 +151,17 @@ struct GemmFinish {
                             round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
                             round_pair<T>(v[6] + bias.y, v[7] + bias.y));
         }
-        sync();
+        __syncwarp();
 #pragma unroll
         for (int i = 0; i < S.STORE_TOKENS / LINES; ++i) {
-          const int line = i * LINES + thread / CHUNKS;
-          if (token < args.m) put(buffer + line * LINE_BYTES + ((thread % CHUNKS ^ line % 8) << 4), to, args.n - column);
+          const int line = i * LINES + lane / 2, chunk = warp * 2 + lane % 2;
+          if (token < args.m) put(buffer + line * LINE_BYTES + ((chunk ^ line % 8) << 4), to, args.n - column);
           token += LINES;
           to += LINES * int64_t(args.n);
         }
       }
     }
+    __syncwarp();  // the buffers have been read
   }
 
   __device__ __forceinline__ float bias_of(int row) const {
