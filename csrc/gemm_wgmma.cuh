@@ -44,57 +44,42 @@ template <class Format, class T, int SHAPE>
 struct GemmConsumer {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   static constexpr int K_STEPS = GEMM_K / 16;
-  // Steps of k16: decoded so far ahead of the tensor cores, in twice as many sets of registers, and looked up before that.
-  static constexpr int AHEAD = S.decoded_ahead, SETS = 2 * AHEAD, LOOKED = S.looked_ahead;
-  static constexpr int X_GROUP = S.group_tokens * 128 / 16;  // from one token group of x to the next, in a descriptor
+  // Steps of k16 that are decoded ahead of the tensor cores, in twice as many sets of registers.
+  static constexpr int AHEAD = 2, SETS = 2 * AHEAD;
   using Decoder = typename Format::template Decoder<T>;
-  using Codes = typename Decoder::Codes[S.row_groups];
   const GemmRing<Format, SHAPE>& ring;
-  const int row_tile, lane;  // row_tile: of the warp in the first row group
+  const int row_tile, lane;
   const Decoder decoder;
   GemmPosition<S.stages> at{0};
-  int used = -1;             // stage of the k tile before, which the tensor cores may still read
-  Codes now, next;           // to finish, and to look up
-  typename Decoder::Looked looked[LOOKED][S.row_groups];
-  uint32_t a[SETS][S.row_groups][4];
-  float sums[S.row_groups * S.token_groups][S.group_tokens / 2];
+  int used = -1;                        // stage of the k tile before, which the tensor cores may still read
+  typename Decoder::Codes now, next;    // to finish, and to look up
+  typename Decoder::Looked looked;
+  uint32_t a[SETS][4];
+  float sums[S.tokens / 2];
 
   __device__ __forceinline__ void load(int stage) {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      next[r] = decoder.load(ring.codes(stage, row_tile + 4 * r), ring.scales(stage, row_tile + 4 * r), lane);
-    }
+    next = decoder.load(ring.codes(stage, row_tile), ring.scales(stage, row_tile), lane);
   }
 
   // Steps count from the k tile in hand on; those of the next one are looked up in `next`.
-  __device__ __forceinline__ void look_up(int step) {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) looked[step % LOOKED][r] = decoder.look_up(next[r], step % K_STEPS);
-  }
+  __device__ __forceinline__ void look_up(int step) { looked = decoder.look_up(next, step % K_STEPS); }
 
   __device__ __forceinline__ void finish(int step) {
-    if (step == K_STEPS) take_next();
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) decoder.finish(looked[step % LOOKED][r], now[r], a[step % SETS][r]);
-  }
-
-  __device__ __forceinline__ void take_next() {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) now[r] = next[r];
+    if (step == K_STEPS) now = next;
+    decoder.finish(looked, now, a[step % SETS]);
   }
 
   // Before the first k tile of a piece.
   __device__ __forceinline__ void start() {
     mbarrier_wait(ring.full_codes(at.stage), at.phase);
     load(at.stage);
-    take_next();
+    now = next;
 #pragma unroll
     for (int step = 0; step < AHEAD; ++step) {
       look_up(step);
       finish(step);
     }
-#pragma unroll
-    for (int step = AHEAD; step < AHEAD + LOOKED; ++step) look_up(step);
+    look_up(AHEAD);
   }
 
   // One k tile, added to the sums or in their place, and the first steps of the next one decoded if there are `more`.
@@ -105,23 +90,17 @@ struct GemmConsumer {
     at.step();
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-      if (step == K_STEPS - AHEAD - LOOKED && more) {
+      if (step == K_STEPS - AHEAD - 1 && more) {
         mbarrier_wait(ring.full_codes(at.stage), at.phase);
         load(at.stage);
       }
       wgmma_fence();
-#pragma unroll
-      for (int r = 0; r < S.row_groups; ++r) {
-#pragma unroll
-        for (int t = 0; t < S.token_groups; ++t) {
-          wgmma_m64k16<T>(sums[r * S.token_groups + t], a[step % SETS][r], x + 2 * step + t * X_GROUP, add || step > 0);
-        }
-      }
+      wgmma_m64k16<T>(sums, a[step % SETS], x + 2 * step, add || step > 0);
       wgmma_commit_group();
       wgmma_wait_group<AHEAD>();
       if (step == AHEAD - 1) release();
       finish(step + AHEAD);
-      look_up(step + AHEAD + LOOKED);
+      look_up(step + AHEAD + 1);
     }
     used = stage;
   }
@@ -160,13 +139,12 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
   asm volatile("bar.sync 1, %0;" ::"n"(S.consumers * WARPGROUP) : "memory");
   grid_wait();  // slots, flags and y may be in use until then
 
-  const int row_tile = warpgroup * S.group_rows() / TILE_ROWS + warp % 4;
-  GemmConsumer<Format, T, SHAPE> consumer = {ring, row_tile, lane, {ring.smem, lane}};
+  GemmConsumer<Format, T, SHAPE> consumer = {ring, warp, lane, {ring.smem, lane}};
   const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * S.STORE_TOKENS * ring.MAP.out_line;
   const GemmFinish<Format, T, SHAPE> finish = {args, buffers, warpgroup, warp % 4 * WARP + lane};
 
   GemmPieces piece(args.cut, blockIdx.x);
-    while (piece.next()) {
+  while (piece.next()) {
     consumer.start();
     for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, k + 1 < piece.end);
     consumer.drain();

@@ -24,9 +24,9 @@ template <class Format, class T, int SHAPE>
 struct GemmFinish {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   static constexpr int LINE_BYTES = GemmShared(S, Format::BYTES).out_line;
-  static constexpr int STEPS = S.tokens() / S.STORE_TOKENS, GROUP_STEPS = S.group_tokens / S.STORE_TOKENS;
-  static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane and a row group: rows g, g + 8, two tokens
-  using Sums = float[S.row_groups * S.token_groups][S.group_tokens / 2];
+  static constexpr int STEPS = S.tokens / S.STORE_TOKENS;
+  static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane: rows g, g + 8, two tokens
+  using Sums = float[S.tokens / 2];
   const GemmArgs<typename Format::Weight>& args;
   const uint32_t buffers;  // two
   const int warpgroup, thread;
@@ -65,13 +65,8 @@ struct GemmFinish {
     return true;
   }
 
-  template <class SumsOrConst>
-  __device__ __forceinline__ static auto* values(SumsOrConst& sums, int r, int step) {
-    return sums[r * S.token_groups + step / GROUP_STEPS] + step % GROUP_STEPS * (4 * STEP_VECTORS);
-  }
-
   __device__ __forceinline__ float4* slot(int block) const {
-    constexpr int VECTORS = S.row_groups * STEPS * STEP_VECTORS;
+    constexpr int VECTORS = STEPS * STEP_VECTORS;
     return args.slots + (int64_t(block) * S.consumers + warpgroup) * (VECTORS * WARPGROUP) + thread;
   }
 
@@ -82,12 +77,8 @@ struct GemmFinish {
     for (int step = 0; step < STEPS; ++step) {
       if (step >= from && step < to) continue;
 #pragma unroll
-      for (int r = 0; r < S.row_groups; ++r) {
-#pragma unroll
-        for (int i = 0; i < STEP_VECTORS; ++i) {
-          const float* v = values(sums, r, step) + 4 * i;
-          __stcg(at + ((step * S.row_groups + r) * STEP_VECTORS + i) * WARPGROUP, make_float4(v[0], v[1], v[2], v[3]));
-        }
+      for (int i = step * STEP_VECTORS; i < (step + 1) * STEP_VECTORS; ++i) {
+        __stcg(at + i * WARPGROUP, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
       }
     }
     __threadfence();
@@ -99,18 +90,15 @@ struct GemmFinish {
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (step < from || step >= to) continue;
-#pragma unroll
-      for (int r = 0; r < S.row_groups; ++r) {
-        float* own = values(sums, r, step);
-        const int offset = (step * S.row_groups + r) * STEP_VECTORS * WARPGROUP;
-        float before[4 * STEP_VECTORS] = {};
+      float* own = sums + 4 * step * STEP_VECTORS;
+      const int offset = step * STEP_VECTORS * WARPGROUP;
+      float before[4 * STEP_VECTORS] = {};
 #pragma unroll 1
-        for (int block = sharers.first; block < int(blockIdx.x); ++block) add(before, slot(block) + offset);
+      for (int block = sharers.first; block < int(blockIdx.x); ++block) add(before, slot(block) + offset);
 #pragma unroll
-        for (int i = 0; i < 4 * STEP_VECTORS; ++i) own[i] += before[i];
+      for (int i = 0; i < 4 * STEP_VECTORS; ++i) own[i] += before[i];
 #pragma unroll 1
-        for (int block = blockIdx.x + 1; block < stop; ++block) add(own, slot(block) + offset);
-      }
+      for (int block = blockIdx.x + 1; block < stop; ++block) add(own, slot(block) + offset);
     }
   }
 
@@ -130,35 +118,30 @@ struct GemmFinish {
   __device__ __forceinline__ void store(const Sums& sums, OutTile out, int from, int to_step) const {
     constexpr int LINES = WARP / 2;  // that a warp stores at once: 32 bytes of each
     const int lane = thread % WARP, warp = thread / WARP;
-    int turn = 0;
+    const int first_row = out.row_block * S.block_rows() + warpgroup * WARPGROUP_ROWS + warp * TILE_ROWS;
+    const float2 bias = {bias_of(first_row + lane / 4), bias_of(first_row + lane / 4 + 8)};
+    const int column = first_row + lane % 2 * 8;
+    int token = out.token_tile * S.tokens + from * S.STORE_TOKENS + lane / 2;
+    uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + column;
 #pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      const int first_row = out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS + warp * TILE_ROWS;
-      const float2 bias = {bias_of(first_row + lane / 4), bias_of(first_row + lane / 4 + 8)};
-      const int column = first_row + lane % 2 * 8;
-      int token = out.token_tile * S.tokens() + from * S.STORE_TOKENS + lane / 2;
-      uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + column;
+    for (int step = 0; step < STEPS; ++step) {
+      if (step < from || step >= to_step) continue;
+      const uint32_t buffer = buffers + step % 2 * (S.STORE_TOKENS * LINE_BYTES);
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        if (step < from || step >= to_step) continue;
-        const uint32_t buffer = buffers + turn * (S.STORE_TOKENS * LINE_BYTES);
-        turn ^= 1;
+      for (int j = 0; j < STEP_VECTORS; j += 2) {
+        const float* v = sums + 4 * (step * STEP_VECTORS + j);
+        const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+        stmatrix_x4_trans(buffer + line * LINE_BYTES + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
+                          round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
+                          round_pair<T>(v[6] + bias.y, v[7] + bias.y));
+      }
+      __syncwarp();
 #pragma unroll
-        for (int j = 0; j < STEP_VECTORS; j += 2) {
-          const float* v = values(sums, r, step) + 4 * j;
-          const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-          stmatrix_x4_trans(buffer + line * LINE_BYTES + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
-                            round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
-                            round_pair<T>(v[6] + bias.y, v[7] + bias.y));
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < S.STORE_TOKENS / LINES; ++i) {
-          const int line = i * LINES + lane / 2, chunk = warp * 2 + lane % 2;
-          if (token < args.m) put(buffer + line * LINE_BYTES + ((chunk ^ line % 8) << 4), to, args.n - column);
-          token += LINES;
-          to += LINES * int64_t(args.n);
-        }
+      for (int i = 0; i < S.STORE_TOKENS / LINES; ++i) {
+        const int line = i * LINES + lane / 2, chunk = warp * 2 + lane % 2;
+        if (token < args.m) put(buffer + line * LINE_BYTES + ((chunk ^ line % 8) << 4), to, args.n - column);
+        token += LINES;
+        to += LINES * int64_t(args.n);
       }
     }
     __syncwarp();  // the buffers have been read

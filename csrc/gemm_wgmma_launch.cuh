@@ -73,7 +73,9 @@ int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const 
   }
   CUtensorMap x;
   const int64_t k = int64_t(plan.cut.k_tiles) * GEMM_K, row_bytes = l.m > 1 ? l.x_stride * 2 : k * 2;
-  if (const int status = encode_matrix16(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, shape.group_tokens)) return status;
+  if (const int status = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, shape.tokens, 1)) {
+    return status;
+  }
   const auto launch = gemm_launcher<Format, T>(plan.shape, std::make_index_sequence<GEMM_SHAPE_COUNT>());
   return launch(plan, a, x, l.flags & NF4L_DEPENDENT_LAUNCH, device, info.shared_bytes, stream);
 }

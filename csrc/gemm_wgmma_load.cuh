@@ -84,11 +84,7 @@ __device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& ar
       mbarrier_arrive_expect_tx(full_codes, S.row_tiles() * Format::BYTES.codes);
       cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, out.row_block * S.row_tiles(), full_codes);
       mbarrier_arrive_expect_tx(full_x, S.x_bytes());
-#pragma unroll
-      for (int t = 0; t < S.token_groups; ++t) {
-        cp_async_bulk_tensor_2d(ring.x(at.stage) + t * S.group_tokens * 128, &x, k * GEMM_K,
-                                out.token_tile * S.tokens() + t * S.group_tokens, full_x);
-      }
+      cp_async_bulk_tensor_3d(ring.x(at.stage), &x, 0, out.token_tile * S.tokens, k, full_x);
       at.step();
     }
   }

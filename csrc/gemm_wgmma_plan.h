@@ -12,35 +12,26 @@ namespace nf4l {
 
 constexpr int GEMM_K = 64;  // inputs of a k tile: what a stage of the ring holds
 
-// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply share the
-// rows, and one more feeds them.
+// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply have 64 rows
+// each, and one more feeds them.
 struct GemmShape {
-  int group_tokens;   // the n of wgmma
-  int token_groups;   // that share decoded weights
-  int consumers;      // warpgroups that multiply
-  int row_groups;     // of a warpgroup: 64 rows each, the m of wgmma
-  int stages;         // of the ring
-  int decoded_ahead;  // k16 steps, see GemmConsumer
-  int looked_ahead;
-  int tile_ns;        // what a k tile takes, measured (docs/kernel-log.md); for the choice between shapes
+  int tokens;     // the n of wgmma
+  int consumers;  // warpgroups that multiply
+  int stages;     // of the ring
+  int tile_ns;    // what a k tile takes, measured (docs/kernel-log.md); for the choice between shapes
 
-  static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
-  NF4L_HD constexpr int tokens() const { return token_groups * group_tokens; }
+  static constexpr int STORE_TOKENS = 32;  // rows of y that a warp stores at once
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
-  NF4L_HD constexpr int group_rows() const { return row_groups * WARPGROUP_ROWS; }
-  NF4L_HD constexpr int block_rows() const { return consumers * group_rows(); }
+  NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
-  NF4L_HD constexpr int x_bytes() const { return tokens() * GEMM_K * 2; }  // of a stage
-  NF4L_HD constexpr int lane_results() const { return row_groups * tokens() / 2; }
+  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
+  NF4L_HD constexpr int lane_results() const { return tokens / 2; }
   // Sums of one output tile, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {
-    {96, 1, 3, 1, 7, 2, 1, 450},  {128, 1, 2, 1, 7, 2, 2, 350}, {128, 1, 3, 1, 6, 2, 1, 500}, {192, 1, 3, 1, 4, 1, 1, 650},
-    {192, 1, 2, 1, 5, 2, 2, 480}, {256, 1, 2, 1, 4, 2, 2, 600}, {160, 2, 2, 1, 3, 2, 1, 750},
-};
+constexpr GemmShape GEMM_SHAPES[] = {{128, 2, 7, 400}, {128, 3, 6, 500}, {192, 2, 5, 500}, {256, 2, 4, 620}};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
@@ -171,7 +162,7 @@ constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, bool cut, int sms,
                       int shared_limit, GemmPlan& plan) {
   const GemmShape shape = GEMM_SHAPES[shape_index];
-  const int64_t token_tiles = ceil_div(m, shape.tokens()), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
+  const int64_t token_tiles = ceil_div(m, shape.tokens), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
   const int64_t tiles = token_tiles * row_blocks;

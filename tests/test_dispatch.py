@@ -82,7 +82,8 @@ def test_the_table(program):
         ({"nested": 0}, "small_batch"),
         ({"blocksize": 4096}, "small_batch"),
         ({"dtype": F16}, "small_batch"),
-        ({"n": 131088, "k": 65536, "m": 16}, "small_batch"),  # 2^33 weights
+        ({"n": 131088, "k": 65536, "m": 8}, "small_batch"),  # 2^33 weights
+        ({"n": 131088, "k": 65536, "m": 16}, "small_wgmma"),
     ],
 )
 def test_what_is_left_to_the_framework(program, case, want):

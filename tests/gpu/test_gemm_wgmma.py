@@ -33,7 +33,7 @@ SPECS = (
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.
-SHAPES = tuple(tokens * groups for tokens, groups, _ in TUNE_GEMM_SHAPES)
+SHAPES = tuple(tokens for tokens, _ in TUNE_GEMM_SHAPES)
 FIRST_SHAPE = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
 CUT, WHOLE = 0, 1
 

@@ -28,7 +28,7 @@ int main() {
     }
     const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
     const nf4l::GemmCut& c = plan.cut;
-    std::cout << s.tokens() << ' ' << s.block_rows() << ' ' << c.k_tiles << ' ' << c.token_tiles << ' ' << c.row_blocks << ' '
+    std::cout << s.tokens << ' ' << s.block_rows() << ' ' << c.k_tiles << ' ' << c.token_tiles << ' ' << c.row_blocks << ' '
               << c.blocks << ' ' << c.whole_tiles << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
               << s.slot_floats() * 4;
     for (int block = 0; block < c.blocks; ++block) {
