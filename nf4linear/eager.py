@@ -18,7 +18,7 @@ from . import eager_cpu, native, selfcheck
 from .formats import FourBitSpec, WeightSpec
 
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
-MOST_TOKENS = 2048
+MOST_TOKENS = 1536
 # Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
 MOST_KEPT_TOKENS = 64
 
