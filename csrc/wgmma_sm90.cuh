@@ -42,10 +42,13 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 #define NF4L_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NF4L_D16 NF4L_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NF4L_D32 NF4L_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define NF4L_D48 NF4L_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define NF4L_D64 NF4L_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define NF4L_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define NF4L_R8(i) NF4L_R4(i), NF4L_R4(i + 4)
 #define NF4L_R16(i) NF4L_R8(i), NF4L_R8(i + 8)
 #define NF4L_R32(i) NF4L_R16(i), NF4L_R16(i + 16)
+#define NF4L_R64(i) NF4L_R32(i), NF4L_R32(i + 32)
 #define NF4L_WGMMA(N, TYPE, D, A, B, ADD, ...)                                                                          \
   asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                            \
                "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " B ", p, 1, 1, 0;}"   \
@@ -61,13 +64,18 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 NF4L_WGMMA_FUNCTION("16", 8, NF4L_D8, "%8, %9, %10, %11", "%12", "%13", NF4L_R8(0))
 NF4L_WGMMA_FUNCTION("32", 16, NF4L_D16, "%16, %17, %18, %19", "%20", "%21", NF4L_R16(0))
 NF4L_WGMMA_FUNCTION("64", 32, NF4L_D32, "%32, %33, %34, %35", "%36", "%37", NF4L_R32(0))
+NF4L_WGMMA_FUNCTION("96", 48, NF4L_D48, "%48, %49, %50, %51", "%52", "%53", NF4L_R32(0), NF4L_R16(32))
+NF4L_WGMMA_FUNCTION("128", 64, NF4L_D64, "%64, %65, %66, %67", "%68", "%69", NF4L_R64(0))
 
 #undef NF4L_WGMMA_FUNCTION
 #undef NF4L_WGMMA
+#undef NF4L_R64
 #undef NF4L_R32
 #undef NF4L_R16
 #undef NF4L_R8
 #undef NF4L_R4
+#undef NF4L_D64
+#undef NF4L_D48
 #undef NF4L_D32
 #undef NF4L_D16
 #undef NF4L_D8
