@@ -214,6 +214,8 @@ class PackedLinear(nn.Linear):
         packed = name in self.__dict__.get("_packed_names", ())
         if packed:
             self._bound = None
+        if packed:
+            self._bound = None  # it looks at two of the pointers only
         if param is not None and packed:
             param.requires_grad_(False)  # loaders make float parameters trainable
         if param is not None and not _readable(param, 16 if packed else param.element_size()):
