@@ -154,7 +154,7 @@ struct GemmPlan {
 };
 
 // What an output tile costs beside its k tiles, and what it costs if blocks share it: sums written, waited for, read.
-constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 6000;
+constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 9000;
 // No block gets less of the line, and no more blocks share an output tile (but for one that ends and one that begins there).
 constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 
