@@ -1,12 +1,12 @@
-// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias from 65 tokens up, where multiplying takes longer than reading.
+// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias from 129 tokens up, where multiplying takes longer than reading.
 //
 // The weight is the 64-row operand of wgmma m64nNk16, decoded into registers; the tokens are its N columns, read from shared
-// memory by the tensor cores. A block is one warpgroup that copies and two that multiply, a half of the rows of an output
-// tile each. A k tile of 64 inputs travels through a ring in shared memory:
+// memory by the tensor cores. A block is one warpgroup that copies and two or three that multiply, 64 rows of an output tile
+// each. A k tile of 64 inputs travels through a ring in shared memory:
 //
 //     producer     wait empty | x: TMA [tokens][64] | codes: TMA, a tile a row tile | scales to float32 | -> full
 //
-//     a k16 step   fence | wgmma | commit | wait for those before the last one or two | scale and round a later step,
+//     a k16 step   fence | wgmma | commit | wait for those before the last two | scale and round a later step,
 //                  into the registers that are free now | start the look-ups of the step behind it
 //
 // So the tensor cores always have the next wgmma of each warpgroup, and decoding has as long as they take for it; look-ups have
