@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
 #include "small_wgmma_plan.h"
@@ -21,8 +22,8 @@ struct DeviceInfo {
   bool wgmma;        // the library holds code for this very GPU that may use it
 };
 
-// nothing: no tokens; gemm: dequantize, then the framework's
-enum class Engine { nothing, gemm, small_batch, small_wgmma };
+// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -81,10 +82,16 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
 
+// What the prefill engine takes: no less than was measured to be faster than dequantize + GEMM. Beyond the last number of
+// tokens, where a weight is decoded once for each 256 of them, to dequantize it first costs less: 28672x4096, 1024 tokens 336
+// (382), 2048 tokens 723 (719).
+constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 1536, GEMM_FIRST_WEIGHTS = 16'000'000;
+
 struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
+  GemmPlan gemm_wgmma = {};
 };
 
 // Slices of the inputs that a row asks for.
@@ -122,13 +129,29 @@ struct Picker {
     return true;
   }
 
-  // What the tuning flags ask for: a shape of the one engine, or behind those one of the other.
+  bool gemm_wgmma(int shape, bool cut) {
+    if (!device.wgmma) return false;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, cut, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  bool from_gemm_costs() {
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS || w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
+    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  // What the tuning flags ask for: a shape of one engine, or behind those one of the next.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_BATCH_SHAPE_COUNT) {
       return a.m <= SMALL_BATCH_SHAPES[shape].tokens && small_batch(shape, cut > 0 ? cut : 1);
     }
     shape -= SMALL_BATCH_SHAPE_COUNT;
-    return shape < SMALL_WGMMA_SHAPE_COUNT && a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    if (shape < SMALL_WGMMA_SHAPE_COUNT) return a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    shape -= SMALL_WGMMA_SHAPE_COUNT;
+    return shape < GEMM_SHAPE_COUNT && gemm_wgmma(shape, cut != 1);
   }
 
   bool from_wgmma_table() {
@@ -164,7 +187,7 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_wgmma_table()) {
+  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs()) {
     picker.from_launch_table();
   }
   return launch;

@@ -25,7 +25,9 @@ _functorch_active, _tracing_state = torch._C._are_functorch_transforms_active, t
 _data_ptr = Tensor.data_ptr
 
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
-MOST_TOKENS = 64
+MOST_TOKENS = 1536
+# Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
+MOST_KEPT_TOKENS = 64
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
@@ -124,7 +126,7 @@ class BoundWeight:
         return bias.shape == (self._spec.n,) and bias.is_contiguous()
 
     def _prepare(self, x: Tensor) -> _Call | None:
-        """Keeps what calls of x's shape share; None, kept too, for a shape that is the operator's."""
+        """What calls of x's shape share, kept for few tokens; None for a shape that is the operator's."""
         n, k = self._spec.n, self._spec.k
         tokens, call = x.numel() // k, None
         if x.shape[-1:] == (k,) and 0 < tokens <= MOST_TOKENS:
@@ -132,7 +134,8 @@ class BoundWeight:
             args = native.LinearArgs(self._dtype_id, 0, tokens, pointer, k, None, pointer, None, 0)
             workspace = self._library.workspace_bytes(self._weight, args)
             call = _Call(tokens, x.new_empty(1).expand(*x.shape[:-1], n), workspace)
-        self._calls[x.shape] = call
+        if call is None or tokens <= MOST_KEPT_TOKENS:
+            self._calls[x.shape] = call
         return call
 
 

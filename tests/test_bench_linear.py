@@ -103,3 +103,5 @@ def test_tuning_tries_the_shapes_that_are_compiled():
     assert tuple(tuple(map(int, shape)) for shape in small) == linear.TUNE_SHAPES
     wgmma = re.findall(r"\{(\d+), (\d+), \d, \d, \d\}", (csrc / "small_wgmma_plan.h").read_text())
     assert tuple(tuple(map(int, shape)) for shape in wgmma) == linear.TUNE_WGMMA_SHAPES
+    gemm = re.findall(r"\{(\d+), (\d), \d, \d+\}", (csrc / "gemm_wgmma_plan.h").read_text())
+    assert tuple(tuple(map(int, shape)) for shape in gemm) == linear.TUNE_GEMM_SHAPES
