@@ -9,6 +9,7 @@
 
 #include "nf4linear.h"
 #include "small_batch_plan.h"
+#include "small_w8_plan.h"
 #include "small_wgmma_plan.h"
 #include "validate.h"
 
@@ -22,7 +23,7 @@ struct DeviceInfo {
 };
 
 // nothing: no tokens; gemm: dequantize, then the framework's
-enum class Engine { nothing, gemm, small_batch, small_wgmma };
+enum class Engine { nothing, gemm, small_batch, small_wgmma, small_w8 };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -72,6 +73,14 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {17, 32, 0, 100'000'000, ANY, small_wgmma_shape(32, 4, 1)},         // 28672x4096 34.9 (35.9), 57344x8192 109.5 (119)
     {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2, 2)},           // 4096x4096 13.4 (20.9), 1024x4096 11.0 (10.9)
 };
+// 8-bit weights.
+constexpr LaunchRow W8_TABLE[] = {
+    {80, 999, 1, 1, ANY, small_w8_shape(1, 1, 8), ANY, ANY},
+    {80, 999, 2, 8, ANY, small_w8_shape(1, 8, 8), 128, 64},
+    {80, 999, 9, 16, ANY, small_w8_shape(1, 16, 8), 64, 40},
+    {80, 999, 17, 32, ANY, small_w8_shape(2, 32, 8), 0, 32},
+    {80, 999, 33, 64, ANY, small_w8_shape(2, 64, 8), 0, 16},
+};
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
 
@@ -79,13 +88,14 @@ struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
+  SmallW8Plan small_w8 = {};
 };
 
 // Slices of the inputs that a row asks for.
-inline int wanted_slices(const LaunchRow& row, int sms, int64_t n, int64_t k_tiles) {
+inline int wanted_slices(const LaunchRow& row, int row_tiles, int sms, int64_t n, int64_t k_tiles) {
   const int64_t slices = k_tiles <= row.whole_tiles ? 1 : ceil_div(k_tiles, row.slice_tiles);
   // Few rows leave SMs without work: cut the inputs further, sixteen tiles a slice at least.
-  const int64_t groups = ceil_div(n, TILE_ROWS * SMALL_BATCH_SHAPES[row.shape].row_tiles);
+  const int64_t groups = ceil_div(n, TILE_ROWS * row_tiles);
   const int64_t idle = sms / groups, most = k_tiles / 16;
   return int(slices < idle && slices < most ? (idle < most ? idle : most) : slices);
 }
@@ -101,17 +111,16 @@ struct Picker {
   const nf4l_weight& w;
   const nf4l_linear_args& a;
   Launch& launch;
-  const FourBitProblem problem = four_bit_problem(w);
 
   bool small_batch(int shape, int slices) {
-    if (!plan_small_batch(problem, shape, slices, device.sms, device.shared_bytes, launch.small_batch)) return false;
+    if (!plan_small_batch(four_bit_problem(w), shape, slices, device.sms, device.shared_bytes, launch.small_batch)) return false;
     launch.engine = Engine::small_batch;
     return true;
   }
 
   bool small_wgmma(int shape, int least_units) {
     if (!device.wgmma || !aligned(w.scales, 16)) return false;  // scales are copied 16 bytes at a time
-    if (!plan_small_wgmma(problem, shape, least_units, device.sms, device.shared_bytes, launch.small_wgmma)) return false;
+    if (!plan_small_wgmma(four_bit_problem(w), shape, least_units, device.sms, device.shared_bytes, launch.small_wgmma)) return false;
     launch.engine = Engine::small_wgmma;
     return true;
   }
@@ -139,11 +148,33 @@ struct Picker {
     for (const LaunchRow& row : LAUNCH_TABLE) {
       if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
       if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
-      return small_batch(row.shape, wanted_slices(row, device.sms, w.n, w.k / TILE_K4));
+      const int row_tiles = SMALL_BATCH_SHAPES[row.shape].row_tiles;
+      return small_batch(row.shape, wanted_slices(row, row_tiles, device.sms, w.n, w.k / TILE_K4));
     }
     return false;
   }
 };
+
+// 8-bit weights: the tuning flags' shape, else the table's.
+inline bool pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf4l_linear_args& a, Launch& launch) {
+  const EightBitProblem problem = {w.n, w.k, int(w.blocksize / TILE_K4)};
+  const auto plan = [&](int shape, int slices) {
+    if (!plan_small_w8(problem, shape, slices, device.sms, device.shared_bytes, launch.small_w8)) return false;
+    launch.engine = Engine::small_w8;
+    return true;
+  };
+  if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
+    const int cut = a.flags >> NF4L_TUNE_SLICES_SHIFT & 255;
+    return shape <= SMALL_W8_SHAPE_COUNT && a.m <= SMALL_W8_SHAPES[shape - 1].tokens && plan(shape - 1, cut > 0 ? cut : 1);
+  }
+  for (const LaunchRow& row : W8_TABLE) {
+    if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
+    if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
+    const int row_tiles = SMALL_W8_SHAPES[row.shape].row_tiles;
+    return plan(row.shape, wanted_slices(row, row_tiles, device.sms, w.n, w.k / TILE_K4));
+  }
+  return false;
+}
 
 // The engine for a call; arguments are checked already (validate.h).
 inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_linear_args& a) {
@@ -152,9 +183,10 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
     launch.engine = Engine::nothing;
     return launch;
   }
-  const bool four_bit = w.format == NF4L_NF4 || w.format == NF4L_FP4;
-  if (!four_bit || w.layout != NF4L_TILE16X64 || a.dtype == NF4L_F32) return launch;
+  if (a.dtype == NF4L_F32) return launch;
   if (!aligned(a.x, 16) || (a.m > 1 && a.x_stride % 8)) return launch;  // activations are copied 16 bytes at a time
+  if (w.layout == NF4L_TILE16X32 && w.k % TILE_K4 == 0) pick_w8(device, w, a, launch);
+  if (w.layout != NF4L_TILE16X64) return launch;
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
