@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a meaning below changes; the loader refuses a library with another number.
-#define NF4L_ABI_VERSION 1
+#define NF4L_ABI_VERSION 2
 
 enum nf4l_status {
   NF4L_OK = 0,
@@ -68,6 +68,8 @@ enum nf4l_linear_flags {
   // Programmatic dependent launch: the read of the weight may start before the previous kernel of the stream ends, so that
   // kernel must not write it. x, bias, y and workspace are not touched before.
   NF4L_DEPENDENT_LAUNCH = 1,
+  // y is written transposed, [n, m] (CUDA only): the product with the weight as the first operand.
+  NF4L_TRANSPOSED_OUTPUT = 2,
   // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine and then
   // those of the wgmma engine; in bits 16..23 slices of k for the one, least units a block for the other.
   NF4L_TUNE_SHAPE_SHIFT = 8,

@@ -22,6 +22,7 @@ struct SmallW8Args : SmallBatchArgs {
   int group_shift;           // log2 of the 64-input tiles under one group scale
   int stages;
   uint32_t code_offset;      // Convert8's
+  int64_t token_stride, row_stride;  // of y
 };
 
 // T is the 16-bit type of x; counters and partial sums are left to the launcher.
@@ -40,6 +41,9 @@ SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, const n
   a.x_row_bytes = l.x_stride * 2;
   a.bias = l.bias;
   a.y = l.y;
+  const bool transposed = l.flags & NF4L_TRANSPOSED_OUTPUT;
+  a.token_stride = transposed ? 1 : w.n;
+  a.row_stride = transposed ? l.m : 1;
   a.m = int(l.m);
   a.groups = plan.groups;
   a.base_groups = plan.base_groups;

@@ -1,6 +1,6 @@
 // The 8-bit small-batch kernel itself (csrc/small_w8.cuh) on the CPU, against a float64 product made by layout.h's maps.
 // One case a line on standard input:
-//   n k group u8 f16 m shape slices sms bias
+//   n k group u8 f16 m shape slices sms bias transposed
 // "ok" a line, or what is wrong.
 #include <iostream>
 #include <random>
@@ -16,7 +16,7 @@ namespace {
 
 struct Case {
   int64_t n, k, group;
-  int u8, f16, m, shape, slices, sms, bias;
+  int u8, f16, m, shape, slices, sms, bias, transposed;
 };
 
 std::mt19937 random_bits(1);
@@ -78,7 +78,7 @@ std::string run(const Case& c) {
 
   const nf4l_weight w = {c.u8 ? NF4L_W8_U8 : NF4L_W8_S8, NF4L_TILE16X32, c.n, c.k, c.group, codes.data(), scales.data(),
                          nullptr, nullptr, nullptr, 0, 0, c.k / 64};
-  const nf4l_linear_args l = {c.f16 ? NF4L_F16 : NF4L_BF16, 0, c.m, x.data(), c.k + 8, c.bias ? bias.data() : nullptr,
+  const nf4l_linear_args l = {c.f16 ? NF4L_F16 : NF4L_BF16, c.transposed ? NF4L_TRANSPOSED_OUTPUT : 0, c.m, x.data(), c.k + 8, c.bias ? bias.data() : nullptr,
                               y.data() + 8, nullptr, 0};
   SmallW8Args args = small_w8_args<T>(plan, w, l);
   args.partials = partials.data();
@@ -107,7 +107,7 @@ std::string run(const Case& c) {
         sum += term;
         size += std::fabs(term);
       }
-      const float got = value_of<T>(y[8 + m * c.n + row]);
+      const float got = value_of<T>(y[8 + (c.transposed ? row * c.m + m : m * c.n + row)]);
       const double unit = std::is_same_v<T, __half> ? 0x1p-11 : 0x1p-8;
       if (!(std::fabs(got - sum) <= unit * std::fabs(sum) + 1e-5 * size)) {
         std::ostringstream text;
@@ -126,7 +126,7 @@ int main() {
   while (std::getline(std::cin, line)) {
     std::istringstream words(line);
     Case c;
-    words >> c.n >> c.k >> c.group >> c.u8 >> c.f16 >> c.m >> c.shape >> c.slices >> c.sms >> c.bias;
+    words >> c.n >> c.k >> c.group >> c.u8 >> c.f16 >> c.m >> c.shape >> c.slices >> c.sms >> c.bias >> c.transposed;
     if (!words) {
       std::cout << "cannot read: " << line << '\n';
       return 1;

@@ -195,8 +195,9 @@ def test_shards_find_their_second_level_scales(library, blocksize):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_self_check_covers_it(library, dtype):
     assert any(32 < tokens <= 64 for tokens in selfcheck.TOKENS)
-    assert selfcheck._error(library, 0, dtype, 48) <= selfcheck.TOLERANCES[dtype]
-    assert selfcheck.fused_allowed(library, 0, dtype)
+    for spec in selfcheck.SPECS[FourBitSpec]:
+        assert selfcheck._error(library, spec, 0, dtype, 48) <= selfcheck.TOLERANCES[dtype]
+        assert selfcheck.fused_allowed(library, 0, dtype, spec)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
