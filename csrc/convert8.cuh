@@ -27,17 +27,19 @@
 namespace nf4l {
 
 // a - b of two pairs of T.
+//
+// In order with the volatile instructions around it: a wgmma reads such registers after a fence.
 template <class T>
 __device__ __forceinline__ uint32_t sub_pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   uint32_t d;
   if constexpr (std::is_same_v<T, __half>) {
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    asm volatile("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   } else {
 #if __CUDA_ARCH__ >= 900
-    asm("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    asm volatile("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
 #else  // -1 * b + a
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+    asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
 #endif
   }
   return d;
