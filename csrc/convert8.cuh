@@ -28,20 +28,24 @@ namespace nf4l {
 
 // a - b of two pairs of T.
 //
-// In order with the volatile instructions around it: a wgmma reads such registers after a fence.
-template <class T>
+// ORDERED: in order with the volatile instructions around it, for registers that a wgmma reads after a fence.
+template <class T, bool ORDERED>
 __device__ __forceinline__ uint32_t sub_pair(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   uint32_t d;
-  if constexpr (std::is_same_v<T, __half>) {
+#if __CUDA_ARCH__ >= 900
+  if constexpr (!std::is_same_v<T, __half>) {
+    if constexpr (ORDERED) asm volatile("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+    else asm("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  } else if constexpr (ORDERED) {
     asm volatile("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   } else {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-#else  // -1 * b + a
-    asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
-#endif
+    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   }
+#else  // no wgmma, and bf16 has no subtraction: -1 * b + a
+  if constexpr (std::is_same_v<T, __half>) asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
+#endif
   return d;
 #else
   uint32_t d = 0;
@@ -67,7 +71,7 @@ __device__ __forceinline__ uint32_t select_or(uint32_t a, uint32_t mask) {
 #endif
 }
 
-template <class T>
+template <class T, bool ORDERED = false>
 struct Convert8 {
   static constexpr bool HALF = std::is_same_v<T, __half>;
   // What is taken away last, so that one kernel may serve both kinds of codes: a kernel argument.
@@ -77,9 +81,9 @@ struct Convert8 {
   // The pair of bytes 2 p and 2 p + 1 of `word`, the first one in the low half; `offset` as above.
   __device__ __forceinline__ static uint32_t pair(uint32_t word, int p, uint32_t offset) {
     if constexpr (HALF) {
-      return sub_pair<T>(__byte_perm(word, 0x64646464, p ? 0x4342 : 0x4140), offset);
+      return sub_pair<T, ORDERED>(__byte_perm(word, 0x64646464, p ? 0x4342 : 0x4140), offset);
     } else {
-      return sub_pair<T>(signed_bf16(word, p), offset);
+      return sub_pair<T, ORDERED>(signed_bf16(word, p), offset);
     }
   }
 
@@ -94,7 +98,7 @@ struct Convert8 {
  private:
   __device__ __forceinline__ static uint32_t signed_bf16(uint32_t word, int p) {
     const uint32_t bytes = __byte_perm(word, 0, p ? 0x4342 : 0x4140);
-    return sub_pair<T>(select_or<0xea>(bytes, 0x007f007f), select_or<0xae>(bytes, 0x00800080));
+    return sub_pair<T, ORDERED>(select_or<0xea>(bytes, 0x007f007f), select_or<0xae>(bytes, 0x00800080));
   }
 };
 

@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
 #include "small_w8_plan.h"
@@ -22,8 +23,8 @@ struct DeviceInfo {
   bool wgmma;        // the library holds code for this very GPU that may use it
 };
 
-// nothing: no tokens; gemm: dequantize, then the framework's
-enum class Engine { nothing, gemm, small_batch, small_wgmma, small_w8 };
+// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, gemm_w8 };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -79,7 +80,6 @@ constexpr LaunchRow W8_TABLE[] = {
     {80, 999, 2, 8, ANY, small_w8_shape(1, 8, 8), 128, 64},
     {80, 999, 9, 16, ANY, small_w8_shape(1, 16, 8), 64, 40},
     {80, 999, 17, 32, ANY, small_w8_shape(2, 32, 8), 0, 32},
-    {80, 999, 33, 64, ANY, small_w8_shape(2, 64, 8), 0, 16},
 };
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
@@ -88,6 +88,7 @@ struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
+  GemmPlan gemm_wgmma = {};  // of either engine
   SmallW8Plan small_w8 = {};
 };
 
@@ -125,13 +126,22 @@ struct Picker {
     return true;
   }
 
-  // What the tuning flags ask for: a shape of the one engine, or behind those one of the other.
+  bool gemm_wgmma(int shape, bool cut) {
+    if (!device.wgmma) return false;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, cut, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  // What the tuning flags ask for: a shape of one engine, or behind those one of the next.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_BATCH_SHAPE_COUNT) {
       return a.m <= SMALL_BATCH_SHAPES[shape].tokens && small_batch(shape, cut > 0 ? cut : 1);
     }
     shape -= SMALL_BATCH_SHAPE_COUNT;
-    return shape < SMALL_WGMMA_SHAPE_COUNT && a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    if (shape < SMALL_WGMMA_SHAPE_COUNT) return a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    shape -= SMALL_WGMMA_SHAPE_COUNT;
+    return shape < GEMM_SHAPE_COUNT && gemm_wgmma(shape, cut != 1);
   }
 
   bool from_wgmma_table() {
@@ -163,9 +173,19 @@ inline bool pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf4l_l
     launch.engine = Engine::small_w8;
     return true;
   };
+  // Group scales would have to be applied in its loop.
+  const auto gemm = [&](int shape, bool cut) {
+    if (!device.wgmma || w.blocksize > 0) return false;
+    GemmPlan& plan = launch.gemm_wgmma;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_EIGHT_BIT, shape, cut, device.sms, device.shared_bytes, plan)) return false;
+    launch.engine = Engine::gemm_w8;
+    return true;
+  };
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     const int cut = a.flags >> NF4L_TUNE_SLICES_SHIFT & 255;
-    return shape <= SMALL_W8_SHAPE_COUNT && a.m <= SMALL_W8_SHAPES[shape - 1].tokens && plan(shape - 1, cut > 0 ? cut : 1);
+    if (shape <= SMALL_W8_SHAPE_COUNT) return a.m <= SMALL_W8_SHAPES[shape - 1].tokens && plan(shape - 1, cut > 0 ? cut : 1);
+    const int gemm_shape = shape - 1 - SMALL_W8_SHAPE_COUNT;
+    return gemm_shape < GEMM_W8_SHAPE_COUNT && gemm(GEMM_SHAPE_COUNT + gemm_shape, cut != 1);
   }
   for (const LaunchRow& row : W8_TABLE) {
     if (device.arch < row.arch_first || device.arch > row.arch_last) continue;

@@ -54,7 +54,7 @@ __device__ __forceinline__ void store_scaled(const SmallW8Args& a, const Results
 }
 
 // The units of one warp, one after the other.
-template <class T, int R, int TOKENS, int WARPS, bool GROUPED>
+template <class Code, class T, int R, int TOKENS, int WARPS, bool GROUPED>
 struct W8Walk {
   using Sum = Results<R, TOKENS>;
   const SmallW8Args& args;
@@ -68,9 +68,10 @@ struct W8Walk {
   uint32_t b[Sum::COLUMN_TILES][8] = {};
   Sum sum;
 
+  template <int S>
   __device__ __forceinline__ void unit() {
     const int tile = burst * BURST, tiles = work.tiles - tile;
-    weights.wait();
+    weights.template wait<S>();
 #pragma unroll
     for (int j = 0; j < BURST; ++j) {
       if (GROUPED && j >= tiles) break;  // its scales were never copied, and zero times NaN is NaN
@@ -80,19 +81,19 @@ struct W8Walk {
         uint32_t a[16];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint4 codes = ld_shared_u32x4(weights.codes(r, j) + half * TILE_BYTES);
+          const uint4 codes = weights.template get<S>(r, j, half);
           const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-          for (int i = 0; i < 8; ++i) a[8 * half + i] = Convert8<T>::pair(word[i / 2], i % 2, args.code_offset);
+          for (int i = 0; i < 8; ++i) a[8 * half + i] = Convert8<T>::template pair_of<Code>(word[i / 2], i % 2);
         }
         if (GROUPED) {
-          sum.template multiply<T>(r, a, b, ld_shared_f32x2(weights.scales(r, j)));
+          sum.template multiply<T>(r, a, b, weights.template scales<S>(r, j));
         } else {
           accumulate(r, a);
         }
       }
     }
-    weights.next();
+    weights.template next<S>();
     if (++burst == work.bursts) next_group();
   }
 
@@ -146,7 +147,7 @@ __device__ __forceinline__ void add_w8_slices(const SmallW8Args& a, const BlockW
   }
 }
 
-template <class T, int R, int TOKENS, int WARPS, bool GROUPED>
+template <class Code, class T, int R, int TOKENS, int WARPS, bool GROUPED>
 __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_constant__ SmallW8Args args) {
   extern __shared__ __align__(1024) char smem[];
   constexpr SmallBatchShape SHAPE = {R, TOKENS, WARPS};
@@ -161,6 +162,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
   W8Stream<R, GROUPED, WARPS> weights(args, work, smem_address(smem + map.rings), smem_address(smem + map.barriers), begin,
                                       end, warp, lane);
   if constexpr (LANE_COPIES) {
+    if (args.dependent) grid_wait();
     X::load_async(args, work, x_smem);
     cp_async_commit_group();
     weights.start();
@@ -177,10 +179,13 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
   const X activations(x_smem, lane);
   float* const tails = reinterpret_cast<float*>(smem + map.tails) + lane;
   constexpr int TAIL = SHAPE.lane_results() * WARP;
-  W8Walk<T, R, TOKENS, WARPS, GROUPED> walk = {args, work, lane, weights, activations, tails + warp * TAIL,
+  W8Walk<Code, T, R, TOKENS, WARPS, GROUPED> walk = {args, work, lane, weights, activations, tails + warp * TAIL,
                                                group, burst, burst != 0};
   walk.sum.clear();
-  for (int u = begin; u < end; ++u) walk.unit();
+  for (int u = begin; u < end; u += 2) {
+    walk.template unit<0>();
+    if (u + 1 < end) walk.template unit<1>();
+  }
 
   const bool open = walk.burst != 0 && begin < end;  // the stretch ended inside a group
   if (open && walk.inside) walk.sum.put(walk.tail);

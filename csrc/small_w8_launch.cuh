@@ -14,11 +14,11 @@
 
 namespace nf4l {
 
-template <class T, int SHAPE, bool GROUPED>
+template <class Code, class T, int SHAPE, bool GROUPED>
 int launch_small_w8(const SmallW8Plan& plan, SmallW8Args args, int device, int shared_limit, cudaStream_t stream) {
   static KernelState state;
   constexpr SmallBatchShape S = SMALL_W8_SHAPES[SHAPE];
-  const auto kernel = small_w8_kernel<T, S.row_tiles, S.tokens, S.warps, GROUPED>;
+  const auto kernel = small_w8_kernel<Code, T, S.row_tiles, S.tokens, S.warps, GROUPED>;
   const int arch = prepare_kernel(state, reinterpret_cast<const void*>(kernel), device, shared_limit);
   if (arch < 0) return arch;
   args.dependent = args.dependent && arch >= 90;  // older code has no way to wait
@@ -38,9 +38,9 @@ int launch_small_w8(const SmallW8Plan& plan, SmallW8Args args, int device, int s
 using SmallW8Launcher = int (*)(const SmallW8Plan&, SmallW8Args, int, int, cudaStream_t);
 
 // The launcher of each compiled shape, in the order of SMALL_W8_SHAPES.
-template <class T, bool GROUPED, size_t... I>
+template <class Code, class T, bool GROUPED, size_t... I>
 SmallW8Launcher small_w8_launcher(int shape, std::index_sequence<I...>) {
-  static constexpr SmallW8Launcher launchers[] = {launch_small_w8<T, int(I), GROUPED>...};
+  static constexpr SmallW8Launcher launchers[] = {launch_small_w8<Code, T, int(I), GROUPED>...};
   return launchers[shape];
 }
 
@@ -48,6 +48,9 @@ template <class T>
 int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l, int device,
                  const DeviceInfo& info, cudaStream_t stream) {
   SmallW8Args a = small_w8_args<T>(plan, w, l);
+  const int cap = l.flags >> 24 & 15;
+  SmallW8Plan& p2 = const_cast<SmallW8Plan&>(plan);
+  if (cap && cap < plan.stages) { a.stages = cap; p2.shared_bytes = SmallW8Shared(SMALL_W8_SHAPES[plan.shape], int(w.blocksize / 64), plan.slice_tiles, cap).total; }
   if (plan.slices > 1) {
     const bool large_enough = l.workspace && int64_t(l.workspace_bytes) >= plan.workspace_bytes;
     if (!large_enough || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
@@ -57,7 +60,7 @@ int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linea
     if (const int status = claim_arrivals(a.arrivals, device, stream, spare)) return status;
   }
   const auto all = std::make_index_sequence<SMALL_W8_SHAPE_COUNT>();
-  const auto launch = w.blocksize ? small_w8_launcher<T, true>(plan.shape, all) : small_w8_launcher<T, false>(plan.shape, all);
+  const auto launch = w.format == NF4L_W8_S8 ? (w.blocksize ? small_w8_launcher<W8S8, T, true>(plan.shape, all) : small_w8_launcher<W8S8, T, false>(plan.shape, all)) : (w.blocksize ? small_w8_launcher<W8U8, T, true>(plan.shape, all) : small_w8_launcher<W8U8, T, false>(plan.shape, all));
   return launch(plan, a, device, info.shared_bytes, stream);
 }
 

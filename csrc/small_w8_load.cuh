@@ -55,12 +55,82 @@ SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, const n
 
 // Copies to shared memory by the copy engine, a burst of a row tile at once, or by each lane for itself: 16 bytes that it
 // alone will read. Only Hopper and later have the engine.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+#if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900) || (defined(W8_STREAM) && W8_STREAM == 1)
 constexpr bool LANE_COPIES = true;
 #else
 constexpr bool LANE_COPIES = false;
 #endif
 
+
+#ifndef W8_STREAM
+#define W8_STREAM 0
+#endif
+
+#if W8_STREAM == 2
+// Registers: a burst ahead of its use.
+template <int R, bool GROUPED, int WARPS>
+struct W8Stream {
+  uint4 codes[2][BURST][R][2] = {};
+  float2 scale[2][BURST][R] = {};
+  const SmallW8Args& args;
+  const BlockWork& work;
+  const int lane;
+  const uint8_t* from;
+  int64_t row_bytes, wrap_bytes;
+  int group, burst, left;
+
+  __device__ __forceinline__ W8Stream(const SmallW8Args& a, const BlockWork& w, uint32_t, uint32_t, int begin, int end, int,
+                                      int lane_)
+      : args(a), work(w), lane(lane_) {
+    group = begin / w.bursts;
+    burst = begin - group * w.bursts;
+    left = end - begin;
+    row_bytes = int64_t(a.k_tiles) * W8_TILE_BYTES;
+    wrap_bytes = R * row_bytes - int64_t(w.bursts) * BURST * W8_TILE_BYTES;
+    from = a.codes + (w.first_group + group) * R * row_bytes + int64_t(w.first_tile + burst * BURST) * W8_TILE_BYTES + lane * LANE_BYTES;
+  }
+  template <int S>
+  __device__ __forceinline__ void load(uint32_t after) {
+    const uint8_t* at = from + after;
+    const int tiles = left > 0 ? work.tiles - burst * BURST : 0;
+    const int row_tile = (work.first_group + group) * R;
+#pragma unroll
+    for (int r = 0; r < R; ++r) {
+      const int wanted = R == 1 || row_tile + r < args.row_tiles ? tiles : 0;
+#pragma unroll
+      for (int j = 0; j < BURST; ++j) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) ld_stream_if(codes[S][j][r][h], at + r * row_bytes + j * W8_TILE_BYTES + h * TILE_BYTES, j < wanted);
+        if (GROUPED) {
+          const int64_t g = int64_t(row_tile + r) * (args.k_tiles >> args.group_shift) + ((work.first_tile + burst * BURST + j) >> args.group_shift);
+          ld_if(reinterpret_cast<uint2&>(scale[S][j][r]), args.group_scales + g * TILE_ROWS + lane / 4 * 2, j < wanted);
+        }
+      }
+    }
+    --left;
+    from += BURST * W8_TILE_BYTES;
+    if (++burst == work.bursts) {
+      burst = 0;
+      ++group;
+      from += wrap_bytes;
+    }
+  }
+  __device__ __forceinline__ void start() { load<0>(0); load<1>(0); }
+  template <int S>
+  __device__ __forceinline__ void wait() {
+  }
+  template <int S>
+  __device__ __forceinline__ uint4 get(int r, int j, int h) const { return codes[S][j][r][h]; }
+  template <int S>
+  __device__ __forceinline__ float2 scales(int r, int j) const { return scale[S][j][r]; }
+  template <int S>
+  __device__ __forceinline__ void next() {  // codes[S] has been used
+    uint32_t after = codes[S ^ 1][BURST - 1][R - 1][1].x & args.zero;
+    asm volatile("" : "+r"(after));
+    load<S>(after);
+  }
+};
+#else
 // The weight of a warp's stretch, `stages` bursts ahead of its use. Stage s is refilled as soon as the warp has used it, so
 // the ring needs no barrier between warps.
 template <int R, bool GROUPED, int WARPS>
@@ -69,45 +139,53 @@ struct W8Stream {
   const BlockWork& work;
   const int lane;
   uint32_t stages, barriers;  // of the warp, in shared memory
-  int stage_bytes, scale_bytes;
-  int group, burst, left;     // of the next burst to be copied; left: bursts to go
+  int stage_bytes;
+  int unit, end;              // of the next burst to be copied; end of the stretch
+  int group, burst;
   int stage = 0;              // of the burst in hand
   uint32_t phase = 0;
 
   __device__ __forceinline__ W8Stream(const SmallW8Args& a, const BlockWork& w, uint32_t rings, uint32_t all_barriers,
-                                      int begin, int end, int warp, int lane_)
-      : args(a), work(w), lane(lane_) {
-    scale_bytes = GROUPED ? R * (BURST >> a.group_shift) * (TILE_ROWS * 4) : 0;
-    stage_bytes = R * BURST * W8_TILE_BYTES + scale_bytes;
+                                      int begin, int end_, int warp, int lane_)
+      : args(a), work(w), lane(lane_), unit(begin), end(end_) {
+    stage_bytes = R * BURST * W8_TILE_BYTES + (GROUPED ? R * (BURST >> a.group_shift) * (TILE_ROWS * 4) : 0);
     stages = rings + warp * a.stages * stage_bytes;
     barriers = all_barriers + warp * (SmallW8Shared::MOST_STAGES * 8);
-    group = begin / w.bursts;
-    burst = begin - group * w.bursts;
-    left = end - begin;
   }
 
-  __device__ __forceinline__ uint32_t codes(int r, int j) const {
-    return stages + stage * stage_bytes + (r * BURST + j) * W8_TILE_BYTES + lane * LANE_BYTES;
+  template <int S>
+  __device__ __forceinline__ uint4 get(int r, int j, int half) const {
+    return ld_shared_u32x4(stages + stage * stage_bytes + (r * BURST + j) * W8_TILE_BYTES + half * TILE_BYTES + lane * LANE_BYTES);
   }
   // Of rows g and g + 8, for tile j of the burst.
-  __device__ __forceinline__ uint32_t scales(int r, int j) const {
+  template <int S>
+  __device__ __forceinline__ float2 scales(int r, int j) const {
     const int at = (r * BURST + j) >> args.group_shift;
-    return stages + stage * stage_bytes + R * BURST * W8_TILE_BYTES + at * (TILE_ROWS * 4) + lane / 4 * 8;
+    return ld_shared_f32x2(stages + stage * stage_bytes + R * BURST * W8_TILE_BYTES + at * (TILE_ROWS * 4) + lane / 4 * 8);
   }
 
-  // Before anything else: as many bursts as there are stages.
+  // Before anything else: as many bursts as there are stages, lane s that of stage s.
   __device__ __forceinline__ void start() {
-    if constexpr (!LANE_COPIES) {
-      if (lane == 0) {
-        for (int s = 0; s < args.stages; ++s) mbarrier_init(barriers + 8 * s, 1);
+    if constexpr (LANE_COPIES) {
+      group = unit / work.bursts, burst = unit - group * work.bursts;
+      for (int s = 0; s < args.stages; ++s) copy(s);
+    } else {
+      if (lane < args.stages) {
+        mbarrier_init(barriers + 8 * lane, 1);
         fence_mbarrier_init();
+        if (unit + lane < end) {
+          const int g = (unit + lane) / work.bursts;
+          issue(lane, g, unit + lane - g * work.bursts);
+        }
       }
       __syncwarp();
+      unit += args.stages;
+      group = unit / work.bursts, burst = unit - group * work.bursts;
     }
-    for (int s = 0; s < args.stages; ++s) copy(s);
   }
 
   // Waits for the burst in hand.
+  template <int S>
   __device__ __forceinline__ void wait() const {
     if constexpr (LANE_COPIES) {
       cp_async_wait_group(args.stages - 1);
@@ -118,6 +196,7 @@ struct W8Stream {
   }
 
   // The burst in hand has been used.
+  template <int S>
   __device__ __forceinline__ void next() {
     __syncwarp();
     copy(stage);
@@ -128,23 +207,29 @@ struct W8Stream {
   }
 
  private:
-  // Issues the next burst, if there is one, into stage s. Tiles and rows that do not exist keep what is there: every code
-  // stands for a number, and its activations are zero.
+  // Issues the next burst, if there is one, into stage s.
   __device__ __forceinline__ void copy(int s) {
-    if (left > 0) issue(s);
+    if (unit < end) {
+      if (LANE_COPIES || lane == 0) issue(s, group, burst);
+      ++unit;
+      if (++burst == work.bursts) {
+        burst = 0;
+        ++group;
+      }
+    }
     if constexpr (LANE_COPIES) cp_async_commit_group();  // an empty one, too: they are counted
   }
 
-  __device__ __forceinline__ void issue(int s) {
-    --left;
-    const int tile = work.first_tile + burst * BURST, tiles = min(work.tiles - burst * BURST, BURST);
-    const int row_tile = (work.first_group + group) * R, row_tiles = min(args.row_tiles - row_tile, R);
+  // Tiles and rows that do not exist keep what is there: every code stands for a number, and its activations are zero.
+  __device__ __forceinline__ void issue(int s, int in_group, int in_burst) const {
+    const int tile = work.first_tile + in_burst * BURST, tiles = min(work.tiles - in_burst * BURST, BURST);
+    const int row_tile = (work.first_group + in_group) * R, row_tiles = min(args.row_tiles - row_tile, R);
     const int groups = GROUPED ? args.k_tiles >> args.group_shift : 0;  // of one row tile
     const int burst_groups = GROUPED ? tiles >> args.group_shift : 0, all_groups = GROUPED ? BURST >> args.group_shift : 0;
     const uint32_t to = stages + s * stage_bytes, scales_to = to + R * BURST * W8_TILE_BYTES;
     const uint32_t barrier = barriers + 8 * s;
     if constexpr (!LANE_COPIES) {
-      if (lane == 0) mbarrier_arrive_expect_tx(barrier, row_tiles * (tiles * W8_TILE_BYTES + burst_groups * (TILE_ROWS * 4)));
+      mbarrier_arrive_expect_tx(barrier, row_tiles * (tiles * W8_TILE_BYTES + burst_groups * (TILE_ROWS * 4)));
     }
 #pragma unroll
     for (int r = 0; r < R; ++r) {
@@ -154,22 +239,20 @@ struct W8Stream {
                                          : nullptr;
       const uint32_t code_to = to + r * BURST * W8_TILE_BYTES, scale_to = scales_to + r * all_groups * (TILE_ROWS * 4);
       if constexpr (LANE_COPIES) {
-        for (int i = 0; i < 2 * tiles; ++i) {
+#pragma unroll
+        for (int i = 0; i < 2 * BURST; ++i) {
           const int at = i * TILE_BYTES + lane * LANE_BYTES;
-          cp_async_16(code_to + at, from + at, true);
+          if (i < 2 * tiles) cp_async_16(code_to + at, from + at, true);
         }
         if (GROUPED && lane < burst_groups * 4) cp_async_16(scale_to + lane * 16, scales_from + lane * 4, true);
-      } else if (lane == 0) {
+      } else {
         const uint64_t policy = createpolicy_evict_first();
         cp_async_bulk(code_to, from, tiles * W8_TILE_BYTES, barrier, policy);
         if (GROUPED) cp_async_bulk(scale_to, scales_from, burst_groups * (TILE_ROWS * 4), barrier, policy);
       }
     }
-    if (++burst == work.bursts) {
-      burst = 0;
-      ++group;
-    }
   }
 };
+#endif
 
 }  // namespace nf4l

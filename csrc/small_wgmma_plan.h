@@ -5,13 +5,11 @@
 
 #include <stdint.h>
 
+#include "deal.h"
 #include "four_bit.h"
 #include "layout.h"
 
 namespace nf4l {
-
-constexpr int WARPGROUP = 128;        // threads
-constexpr int WARPGROUP_ROWS = 64;    // of the weight: the m of wgmma m64nNk16
 
 // A block is row_groups x k_groups warpgroups that multiply, and one that feeds them.
 struct SmallWgmmaShape {
@@ -48,9 +46,6 @@ constexpr int small_wgmma_shape(int tokens, int row_groups, int accumulators) {
   return i;
 }
 
-// Blocks of a launch: each has a flag.
-constexpr int MAX_BLOCKS = 256;
-
 // Byte offsets in a block's shared memory. The pair table is at 0; swizzled tiles of x begin at multiples of 1024.
 struct SmallWgmmaShared {
   static constexpr int TABLE_BYTES = 256 * 256;
@@ -75,18 +70,6 @@ struct SmallWgmmaShared {
         barriers(scales + shape.consumers() * 4 * BURST * TILE_ROWS * 4),
         nested_absmax(barriers + shape.k_groups * shape.stages * 16),
         total(nested_absmax + nested_groups * 4) {}
-};
-
-// How units are dealt to blocks: each has a stretch of `base`, the first `extra` blocks one more.
-struct Deal {
-  int base, extra;
-
-  NF4L_HD constexpr int first_unit(int block) const { return block * base + (block < extra ? block : extra); }
-  // Number of blocks that begin before unit `unit`.
-  NF4L_HD constexpr int blocks_before(int unit) const {
-    const int longer = extra * (base + 1);  // units of the blocks that have one more
-    return unit <= longer ? (unit + base) / (base + 1) : extra + (unit - longer + base - 1) / base;
-  }
 };
 
 // One launch: units, (row block, burst), lie in one line, and each block of the grid has a stretch of it.

@@ -1,0 +1,48 @@
+// Walks for tests/test_gemm_plan.py what csrc/gemm_wgmma_plan.h deals to the blocks. One question a line on standard input:
+//   shape m n k cut sms shared_bytes
+// one answer a line: "none", or the plan (tokens block_rows k_tiles token_tiles row_blocks blocks whole_tiles shared
+// workspace slot_bytes) and, behind ';' for each block, its count of k tiles and behind ',' for each of its pieces: tile begin
+// end, token_tile row_block, and the block at which collecting its sums stops (-1: they are left, 0: nothing to collect).
+#include <iostream>
+#include <sstream>
+#include <string>
+
+#include "gemm_wgmma_plan.h"
+
+int main() {
+  std::string line;
+  while (std::getline(std::cin, line)) {
+    std::istringstream words(line);
+    int shape = 0, sms = 0, shared = 0;
+    int64_t m = 0, n = 0, k = 0;
+    bool cut = false;
+    words >> shape >> m >> n >> k >> cut >> sms >> shared;
+    if (!words) {
+      std::cerr << "cannot read: " << line << '\n';
+      return 1;
+    }
+    nf4l::GemmPlan plan;
+    if (!nf4l::plan_gemm(m, n, k, nf4l::GEMM_FOUR_BIT, shape, cut, sms, shared, plan)) {
+      std::cout << "none\n";
+      continue;
+    }
+    const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
+    const nf4l::GemmCut& c = plan.cut;
+    std::cout << s.tokens << ' ' << s.block_rows() << ' ' << c.k_tiles << ' ' << c.token_tiles << ' ' << c.row_blocks << ' '
+              << c.blocks << ' ' << c.whole_tiles << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
+              << s.slot_floats() * 4;
+    for (int block = 0; block < c.blocks; ++block) {
+      nf4l::GemmPieces piece(c, block);
+      std::cout << ';' << piece.k_tiles_left();
+      while (piece.next()) {
+        const nf4l::OutTile out(c, piece.tile);
+        int stop = 0;
+        if (piece.begin > 0) stop = -1;
+        else if (piece.end < c.k_tiles) stop = c.deal.blocks_before((piece.tile - c.whole_tiles + 1) * c.k_tiles);
+        std::cout << ',' << piece.tile << ' ' << piece.begin << ' ' << piece.end << ' ' << out.token_tile << ' '
+                  << out.row_block << ' ' << stop;
+      }
+    }
+    std::cout << '\n';
+  }
+}

@@ -1,0 +1,133 @@
+"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, every partial sum added
+once, no wait in a circle, memory that suffices."""
+
+import shutil
+import subprocess
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+HOST = Path(__file__).parent / "host"
+CSRC = Path(__file__).parents[1] / "csrc"
+COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
+
+SMS, SHARED = 132, 232448  # of an H200
+SHAPE_COUNT = 5
+QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    program = tmp_path_factory.mktemp("gemm") / "gemm_plan"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    subprocess.run([COMPILER, *flags, str(HOST / "gemm_plan.cpp"), "-o", str(program)], check=True)
+    return program
+
+
+def ask(program: Path, questions: list[str]) -> list[str]:
+    text = "\n".join(questions) + "\n"
+    return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+
+
+def question(shape, m, n, k, *, cut=1, sms=SMS, shared=SHARED) -> str:
+    return " ".join(map(str, (shape, m, n, k, cut, sms, shared)))
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split()]
+
+
+def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) -> None:
+    plan, *blocks = answer.split(";")
+    tokens, block_rows, k_tiles, token_tiles, row_blocks, count, whole, shared, workspace, slot = numbers(plan)
+    assert k_tiles == k // 64 and token_tiles == -(-m // tokens) and row_blocks == -(-n // block_rows)
+    assert len(blocks) == count <= min(sms, 256) and shared <= SHARED
+    spans: dict[int, list[tuple[int, int]]] = {}
+    places: dict[int, tuple[int, int]] = {}
+    left, added, lengths = {}, {}, []
+    for block, text in enumerate(blocks):
+        length, *pieces = text.split(",")
+        assert sum(p[2] - p[1] for p in map(numbers, pieces)) == int(length)
+        lengths.append(int(length))
+        for index, (tile, begin, end, token_tile, row_block, stop) in enumerate(map(numbers, pieces)):
+            spans.setdefault(tile, []).append((begin, end))
+            assert places.setdefault(tile, (token_tile, row_block)) == (token_tile, row_block)
+            if tile < whole:
+                assert (begin, end, stop) == (0, k_tiles, 0) and tile % count == block
+            elif stop < 0:
+                assert all(numbers(p)[0] < whole for p in pieces[:index]), "sums are left before anything is waited for"
+                left[block] = tile
+            elif stop:
+                assert stop > block + 1 and index == len(pieces) - 1
+                added |= {other: tile for other in range(block + 1, stop)}
+    assert left == added, "every slot is read once, by the block that begins its output tile"
+    assert sorted(spans) == list(range(token_tiles * row_blocks))
+    assert len(set(places.values())) == len(places)
+    assert all(0 <= t < token_tiles and 0 <= r < row_blocks for t, r in places.values())
+    for parts in spans.values():
+        parts.sort()
+        assert parts[0][0] == 0 and parts[-1][1] == k_tiles and all(a[1] == b[0] for a, b in pairwise(parts))
+    assert workspace == (count * slot + 1024 if whole < len(spans) else 0)
+    if whole < len(spans):
+        assert cut and max(lengths) - min(lengths) <= 1, "all blocks end together"
+    if whole >= count:
+        assert all(len(parts) <= 3 for parts in spans.values())
+
+
+@QUICK
+@given(
+    shape=st.integers(0, SHAPE_COUNT - 1),
+    m=st.integers(1, 3000),
+    n=st.integers(1, 20_000),
+    tiles=st.integers(1, 300),
+    cut=st.booleans(),
+    sms=st.sampled_from([1, 16, 78, 114, 132, 300]),
+)
+def test_every_tile_and_every_slot_once(program, shape, m, n, tiles, cut, sms):
+    (answer,) = ask(program, [question(shape, m, n, tiles * 64, cut=int(cut), sms=sms)])
+    check_walk(answer, m, n, tiles * 64, sms, cut)
+
+
+@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+def test_real_models_fit(program, shape):
+    shapes = (
+        (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (128256, 4096),
+        (1024, 4096), (576, 1536),
+    )  # fmt: skip
+    asked = [(m, n, k) for n, k in shapes for m in (65, 128, 512, 4096)]
+    for answer, (m, n, k) in zip(ask(program, [question(shape, *a) for a in asked]), asked, strict=True):
+        check_walk(answer, m, n, k, SMS)
+
+
+def test_few_output_tiles_keep_all_sms_busy(program):
+    """4096 rows and 128 tokens are 32 tiles of 128 x 128."""
+    (answer,) = ask(program, [question(2, 128, 4096, 4096)])
+    assert len(answer.split(";")) - 1 == SMS
+
+
+def test_a_last_wave_that_is_nearly_full_is_not_cut(program):
+    (answer,) = ask(program, [question(4, 256, 130 * 128, 4096)])
+    assert numbers(answer.split(";")[0])[5:7] == [130, 130]
+
+
+@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+def test_100_000_tokens_and_weights_beyond_two_to_the_33(program, shape):
+    for m, n, k in ((100_003, 4096, 4096), (100, 131_088, 65_536), (2**20, 2**20, 64)):
+        (answer,) = ask(program, [question(shape, m, n, k, sms=4)])
+        tokens, block_rows, k_tiles, token_tiles, row_blocks, *_ = numbers(answer.split(";")[0])
+        assert (k_tiles, token_tiles, row_blocks) == (k // 64, -(-m // tokens), -(-n // block_rows))
+
+
+def test_what_does_not_fit_is_refused(program):
+    asked = [
+        question(4, 2**31, 128, 64),
+        question(4, 1, 2**31, 64),
+        question(4, 1, 128, 2**31),
+        question(4, 2**30, 2**30, 64),  # more output tiles than 32-bit indices count
+        question(4, 512, 4096, 4096, shared=101376),
+    ]
+    assert ask(program, asked) == ["none"] * len(asked)
