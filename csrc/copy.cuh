@@ -34,6 +34,12 @@ __device__ __forceinline__ uint32_t ld_shared_u8(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
