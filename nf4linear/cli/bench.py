@@ -13,9 +13,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import eager
+from .. import mixed as mixed_products
 from ..bench import generate as generate_bench
 from ..bench import gpu, linear_report
 from ..bench import linear as linear_bench
+from ..bench import mixed as mixed_bench
 from .loading import ModelSource
 from .output import errors_to_exit
 
@@ -99,6 +101,35 @@ def generate(
         gpu.write_record(path, record)
         text = generate_bench.markdown(record)
         gpu.write(path.with_suffix(".md"), text.encode())
+        print(text)
+
+
+@bench.command()
+def mixed(
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(mixed_products.VARIANTS)}; repeatable.", show_default="all"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The published shape alone.")] = False,
+    output: Annotated[Path | None, typer.Option(help="The JSON file; table and plot go beside it.")] = None,
+) -> None:
+    """Products of 16-bit and 8-bit matrices beside those of two 16-bit ones: TFLOP/s over shapes."""
+    with errors_to_exit(console):
+        _need_gpu()
+        _need_matplotlib()
+        if unknown := sorted(set(variant or ()) - set(mixed_products.VARIANTS)):
+            raise ValueError(f"--variant takes {', '.join(mixed_products.VARIANTS)}; got {', '.join(unknown)}")
+        shapes = mixed_bench.SHAPES[: 1 if quick else None]
+        rows: list[gpu.Row] = []
+        with Progress(console=console) as progress:
+            for cell in progress.track(mixed_bench.sweep(shapes, variant or mixed_products.VARIANTS), len(shapes)):
+                rows += cell
+        record = gpu.record_of(rows, gpu.measure_ceilings())
+        path = output or RESULTS / f"{gpu.machine_slug()}-mixed.json"
+        gpu.write_record(path, record)
+        text = mixed_bench.markdown(record)
+        gpu.write(path.with_suffix(".md"), text.encode())
+        gpu.write(path.with_suffix(".png"), mixed_bench.plot(record))
         print(text)
 
 
