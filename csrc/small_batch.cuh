@@ -1,11 +1,12 @@
 // Engine: y[m, n] = x[m, k] * weight^T + bias for few tokens, where the time is that of reading the weight once.
 //
-// The weight is the 16-row operand of mma.m16n8k16 and the tokens are its 8 columns, so a 512-byte tile of tile16x64 goes
-// from memory to registers in one 16-byte read a lane, and from there to A fragments by table look-up (decode.cuh).
-// Nothing else touches the codes: no ring in shared memory, whose bandwidth the look-ups need, and no barrier.
+// The weight is the 16-row operand of mma.m16n8k16 and the tokens are its 8 columns, so a 512-byte tile of tile16x64
+// goes from memory to registers in one 16-byte read a lane, and from there to A fragments by table look-up
+// (decode.cuh). Nothing else touches the codes: no ring in shared memory, whose bandwidth the look-ups need, and no
+// barrier.
 //
-// A block owns a part of the row groups and a slice of the inputs. Its units, (row group, burst of four tiles), lie in one
-// line, and each warp walks a contiguous stretch of it, so that all warps end together whatever the shape:
+// A block owns a part of the row groups and a slice of the inputs. Its units, (row group, burst of four tiles), lie in
+// one line, and each warp walks a contiguous stretch of it, so that all warps end together whatever the shape:
 //
 //     group      |      0      |      1      |      2      |          A stretch that starts inside a group leaves that
 //     units      |. . . . . . .|. . . . . . .|. . . . . . .|          group's tail in shared memory; the warp that has
@@ -26,6 +27,8 @@
 
 #include <cuda_runtime.h>
 #include <stdint.h>
+
+#include <type_traits>
 
 #include "convert.cuh"
 #include "copy.cuh"
@@ -73,11 +76,36 @@ struct Results {
   __device__ __forceinline__ void add(const float* at) {
     each([&](float& v, int i) { v += at[i * WARP]; });
   }
-  __device__ __forceinline__ void put_global(float* at) {
-    each([&](float& v, int i) { __stcg(at + i * WARP, v); });
+
+  // To and from the workspace, CHUNK results of a lane side by side; `slot` holds a row group's results of all lanes.
+  static constexpr int CHUNK = COUNT % 4 == 0 ? 4 : 2;
+  using Chunk = std::conditional_t<CHUNK == 4, float4, float2>;
+
+  __device__ __forceinline__ void put_partial(float* slot, int lane) {
+    float v[COUNT];
+    each([&](float& x, int i) { v[i] = x; });
+#pragma unroll
+    for (int i = 0; i < COUNT; i += CHUNK) {
+      __stcg(reinterpret_cast<Chunk*>(slot + i * WARP) + lane, reinterpret_cast<const Chunk&>(v[i]));
+    }
   }
-  __device__ __forceinline__ void add_global(const float* at) {
-    each([&](float& v, int i) { v += __ldcg(at + i * WARP); });
+
+  // Adds the slots of `slices` slices, `stride` floats apart, in order. Loads of a batch are in flight together.
+  __device__ __forceinline__ void add_partials(const float* slot, int slices, int64_t stride, int lane) {
+    constexpr int BATCH = 64 / COUNT < 8 ? 64 / COUNT : 8;
+    for (int first = 0; first < slices; first += BATCH) {
+      float v[BATCH][COUNT];
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) {
+#pragma unroll
+        for (int i = 0; i < COUNT; i += CHUNK) {
+          const Chunk* from = reinterpret_cast<const Chunk*>(slot + (first + j) * stride + i * WARP) + lane;
+          reinterpret_cast<Chunk&>(v[j][i]) = first + j < slices ? __ldcg(from) : Chunk{};
+        }
+      }
+#pragma unroll
+      for (int j = 0; j < BATCH; ++j) each([&](float& x, int i) { x += v[j][i]; });
+    }
   }
 
   // value += scale * (a * b) for tile row r; scale.x belongs to row g, scale.y to row g + 8.
@@ -122,8 +150,8 @@ struct Results {
   }
 };
 
-// Block scales of the burst in hand, float32, in a buffer of the warp's own: [R][BURST][16], element 2 g + h of a tile is
-// row g + 8 h. Decoding them once here and not in every lane that needs them saves a fifth of the instructions.
+// Block scales of the burst in hand, float32, in a buffer of the warp's own: [R][BURST][16], element 2 g + h of a tile
+// is row g + 8 h. Decoding them once here and not in every lane that needs them saves a fifth of the instructions.
 template <int R>
 struct ScaleBuffer {
   uint32_t buffer;
@@ -140,9 +168,10 @@ struct ScaleBuffer {
       if (nested_code) {
         // A tile beyond the last takes its place in the table of groups: its products are zero.
         const int at = block + r * TILE_ROWS * row_blocks + min(tile + t, last_tile);
-        scale.x = nested_scale(nested_code[raw[r].x >> 8 * t & 255], nested_absmax[at >> group_shift], nested_offset);
-        scale.y = nested_scale(nested_code[raw[r].y >> 8 * t & 255], nested_absmax[(at + 8 * row_blocks) >> group_shift],
-                               nested_offset);
+        const float absmax_g = nested_absmax[at >> group_shift];
+        const float absmax_g8 = nested_absmax[(at + 8 * row_blocks) >> group_shift];
+        scale.x = nested_scale(nested_code[raw[r].x >> 8 * t & 255], absmax_g, nested_offset);
+        scale.y = nested_scale(nested_code[raw[r].y >> 8 * t & 255], absmax_g8, nested_offset);
       }
       st_shared_f32x2(buffer + ((r * BURST + t) * TILE_ROWS + 2 * g) * 4, scale);
     }
@@ -172,12 +201,14 @@ struct WarpWalk {
   Sum sum;
 
   template <int S>
-  __device__ __forceinline__ void unit() {
+  __device__ __forceinline__ void unit(bool load_next) {
     const int tile = burst * BURST;
-    scales.decode(weights.scales, tile, work.tiles - 1, lane);
-    uint32_t after = weights.codes[S][BURST - 1][R - 1].x & args.zero;
-    asm volatile("" : "+r"(after));
-    weights.template load<S ^ 1>(args, work, lane, after);
+    scales.decode(weights.scales[S], tile, work.tiles - 1, lane);
+    if (load_next) {
+      uint32_t after = weights.codes[S][BURST - 1][R - 1].x & args.zero;
+      asm volatile("" : "+r"(after));
+      weights.template load<S ^ 1>(args, work, lane, after);
+    }
     __syncwarp();  // the scales are written
 #pragma unroll
     for (int j = 0; j < BURST; ++j) {
@@ -211,7 +242,7 @@ struct WarpWalk {
   __device__ __forceinline__ void finish() {
     const int whole_group = work.first_group + group;
     if (gridDim.y == 1) sum.template store<T>(args, whole_group, lane);
-    else sum.put_global(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP) + lane);
+    else sum.put_partial(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP), lane);
   }
 };
 
@@ -219,23 +250,21 @@ struct WarpWalk {
 template <class T, int R, int TOKENS, int WARPS>
 __device__ __forceinline__ void add_slices(const SmallBatchArgs& a, const BlockWork& work, bool* is_last, int warp,
                                            int lane) {
-  __threadfence();
+  using Sum = Results<R, TOKENS>;
+  const int slices = gridDim.y;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *is_last = atomicAdd(a.arrivals + blockIdx.x, 1u) == gridDim.y - 1;
+    *is_last = atom_add_acq_rel(a.arrivals + blockIdx.x, 1u) == unsigned(slices - 1);
     if (*is_last) a.arrivals[blockIdx.x] = 0;
   }
   __syncthreads();
   if (!*is_last) return;
-  __threadfence();
-  using Sum = Results<R, TOKENS>;
+  constexpr int SLOT = Sum::COUNT * WARP;
   for (int i = warp; i < work.groups; i += WARPS) {
     const int group = work.first_group + i;
     Sum sum;
     sum.clear();
-    for (int slice = 0; slice < int(gridDim.y); ++slice) {
-      sum.add_global(a.partials + (int64_t(slice) * a.groups + group) * (Sum::COUNT * WARP) + lane);
-    }
+    sum.add_partials(a.partials + int64_t(group) * SLOT, slices, int64_t(a.groups) * SLOT, lane);
     sum.template store<T>(a, group, lane);
   }
 }
@@ -250,9 +279,11 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   const BlockWork work(args);
   const int begin = work.units * warp / WARPS, end = work.units * (warp + 1) / WARPS;
 
-  // The first burst goes first: whatever is issued behind it also arrives behind it, and is small.
+  // The first burst goes first: whatever is issued behind it also arrives behind it, and is small. A dependent launch has
+  // time for a second; otherwise that would only be waited for together with the first (see WeightStream::load).
   WeightStream<R> weights(args, work, begin, end, lane);
   weights.template load<0>(args, work, lane, 0);
+  if (args.dependent) weights.template load<1>(args, work, lane, 0);
 
   const bool nested = args.nested_code != nullptr;
   const NestedGroups second(args, work.first_group * R * TILE_ROWS, work.groups * R * TILE_ROWS);
@@ -261,7 +292,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   float* const nested_absmax = reinterpret_cast<float*>(smem + map.nested_absmax);
   float nested_offset = 0.0f;
   if (nested) {
-    for (int i = threadIdx.x; i < 256; i += THREADS) cp_async_4(smem_address(nested_code + i), args.nested_code + i, true);
+    const uint32_t to = smem_address(nested_code);
+    for (int i = threadIdx.x; i < 256; i += THREADS) cp_async_4(to + 4 * i, args.nested_code + i, true);
     second.load_async(args, smem_address(nested_absmax), threadIdx.x, THREADS);
     nested_offset = __ldg(args.nested_offset);
   }
@@ -288,8 +320,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
                                         smem_address(smem), PairTable::lane_address(lane), group, burst, burst != 0};
   walk.sum.clear();
   for (int u = begin; u < end; u += 2) {
-    walk.template unit<0>();
-    if (u + 1 < end) walk.template unit<1>();
+    walk.template unit<0>(u > begin || !args.dependent);
+    if (u + 1 < end) walk.template unit<1>(true);
   }
 
   const bool open = walk.burst != 0 && begin < end;  // the stretch ended inside a group

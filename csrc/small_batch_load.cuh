@@ -48,14 +48,15 @@ struct BlockWork {
 template <int R>
 struct WeightStream {
   uint4 codes[2][BURST][R] = {};
-  uint2 scales[R] = {};  // of the burst loaded last: eight codes, or two float32
+  uint2 scales[2][R] = {};  // eight codes, or two float32
   const uint8_t* next_codes;
   const uint8_t* next_scales;
   int64_t row_bytes, wrap_bytes;  // from one tile row to the next; from a group's last burst to the next group's first
   int scale_row_bytes, scale_wrap_bytes, scale_burst_bytes;
   int tile_row, burst, left;      // of the next burst; left: bursts to go
 
-  __device__ __forceinline__ WeightStream(const SmallBatchArgs& a, const BlockWork& work, int begin, int end, int lane) {
+  __device__ __forceinline__ WeightStream(const SmallBatchArgs& a, const BlockWork& work, int begin, int end,
+                                          int lane) {
     const int group = begin / work.bursts;
     const bool nested = a.nested_code != nullptr;
     tile_row = (work.first_group + group) * R;
@@ -72,8 +73,8 @@ struct WeightStream {
     next_scales = a.scales + int64_t(tile_row) * scale_row_bytes + (nested ? tile / BURST : tile) * 64 + lane / 4 * 8;
   }
 
-  // Issues the next burst into codes[S]. `after` is 0 and comes out of the burst before: ptxas tracks all these loads by
-  // one scoreboard, and a use of the old burst would wait for the new one too if that were issued first.
+  // Issues the next burst into codes[S]. `after` is 0 and comes out of the burst before: ptxas tracks all these loads
+  // by one scoreboard, and a use of the old burst would wait for the new one too if that were issued first.
   template <int S>
   __device__ __forceinline__ void load(const SmallBatchArgs& a, const BlockWork& work, int lane, uint32_t after) {
     const uint8_t* from = next_codes + after;
@@ -84,7 +85,7 @@ struct WeightStream {
       const int wanted = R == 1 || tile_row + r < a.row_tiles ? tiles : 0;
 #pragma unroll
       for (int j = 0; j < BURST; ++j) ld_stream_if(codes[S][j][r], from + r * row_bytes + j * TILE_BYTES, j < wanted);
-      ld_if(scales[r], next_scales + r * scale_row_bytes + scale_tile, wanted > 0);
+      ld_if(scales[S][r], next_scales + r * scale_row_bytes + scale_tile, wanted > 0);
     }
     --left;
     next_codes += BURST * TILE_BYTES;
@@ -98,8 +99,8 @@ struct WeightStream {
   }
 };
 
-// Activations of the slice, resident. One token: each 64-input tile is 128 bytes in fragment order, lane t's pairs side by
-// side. More: rows of 128 bytes, whose 16-byte chunks are swizzled by the row for ldmatrix.
+// Activations of the slice, resident. One token: each 64-input tile is 128 bytes in fragment order, lane t's pairs side
+// by side. More: rows of 128 bytes, whose 16-byte chunks are swizzled by the row for ldmatrix.
 template <int TOKENS, int THREADS>
 struct Activations {
   static constexpr int TILE = TOKENS * 128;
@@ -112,21 +113,29 @@ struct Activations {
     chunk = (lane / 8 ^ lane % 8) * 16;
   }
 
-  // Zeros beyond the slice's last tile and the last token.
+  // Zeros beyond the slice's last tile and the last token. Each thread has its place in a tile and goes from tile to
+  // tile: with dependent launches nothing else happens meanwhile, so the loop is three instructions a copy.
   __device__ __forceinline__ static void load_async(const SmallBatchArgs& a, const BlockWork& work, uint32_t smem) {
-    const char* x = a.x + int64_t(work.first_tile) * 128;
+    const char* from = a.x + int64_t(work.first_tile) * 128;
     const int tiles = work.bursts * BURST;
     if constexpr (TOKENS == 1) {
-      for (int i = threadIdx.x; i < tiles * 32; i += THREADS) {  // word i: a pair of inputs of k16 step s
-        const int tile = i / 32, s = i / 8 % 4, half = i / 4 % 2, t = i % 4;
-        cp_async_4(smem + tile * 128 + s / 2 * 64 + t * 16 + s % 2 * 8 + half * 4, x + i * 4, tile < work.tiles);
+      constexpr int STEP = THREADS / WARP;  // tiles; lane l copies its word l, a pair of inputs of k16 step s
+      const int first = threadIdx.x / WARP, l = threadIdx.x % WARP;
+      const int s = l / 8, half = l / 4 % 2, t = l % 4;
+      from += first * 128 + l * 4;
+      uint32_t to = smem + first * 128 + s / 2 * 64 + t * 16 + s % 2 * 8 + half * 4;
+      for (int tile = first; tile < tiles; tile += STEP, from += STEP * 128, to += STEP * 128) {
+        cp_async_4(to, from, tile < work.tiles);
       }
     } else {
-      for (int i = threadIdx.x; i < tiles * TOKENS * 8; i += THREADS) {
-        const int c = i % 8, token = i / 8 % TOKENS, tile = i / 8 / TOKENS;
-        const bool exists = token < a.m && tile < work.tiles;
-        const int64_t from = exists ? token * a.x_row_bytes + tile * 128 + c * 16 : 0;
-        cp_async_16(smem + tile * TILE + token * 128 + (c ^ token % 8) * 16, x + from, exists);
+      constexpr int STEP = THREADS / 8 / TOKENS;  // tiles; eight threads copy a row of 128 bytes
+      static_assert(STEP > 0 && THREADS / 8 % TOKENS == 0, "all rows of a tile at once");
+      const int c = threadIdx.x % 8, token = threadIdx.x / 8 % TOKENS, first = threadIdx.x / 8 / TOKENS;
+      const bool exists = token < a.m;
+      from += (exists ? token * a.x_row_bytes : 0) + first * 128 + c * 16;
+      uint32_t to = smem + first * TILE + token * 128 + (c ^ token % 8) * 16;
+      for (int tile = first; tile < tiles; tile += STEP, from += STEP * 128, to += STEP * TILE) {
+        cp_async_16(to, from, exists && tile < work.tiles);
       }
     }
   }

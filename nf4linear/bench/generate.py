@@ -32,14 +32,16 @@ Loader = Callable[[str], "PreTrainedModel"]
 
 
 def sweep(
-    name: str, load: Loader, impls: Sequence[str], compiled: Sequence[bool], prompt: int, new: int
+    name: str, load: Loader, impls: Sequence[str], compiled: Sequence[bool], prompts: Sequence[int], new: int
 ) -> Iterator[Row]:
-    """A row for each implementation and way of running; `load(impl)` gives a fresh model for each."""
+    """A row for each implementation, way of running and length of the prompt; `load(impl)` gives a fresh model for
+    each implementation and way."""
     for impl in impls:
         for compile in compiled:
             model = load(impl)
-            torch._dynamo.reset()
-            yield {"op": "generate", "model": name, "impl": impl} | _measure(model, compile, prompt, new)
+            for prompt in prompts:
+                torch._dynamo.reset()
+                yield {"op": "generate", "model": name, "impl": impl} | _measure(model, compile, prompt, new)
             del model
             gc.collect()
             torch.cuda.empty_cache()

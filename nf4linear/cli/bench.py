@@ -79,7 +79,9 @@ def generate(
     ] = None,
     plain: Annotated[bool, typer.Option("--eager/--no-eager", help="Measure transformers' plain loop.")] = True,
     compiled: Annotated[bool, typer.Option(help="Measure the loop with a static cache and torch.compile.")] = True,
-    prompt: Annotated[int, typer.Option(min=1, help="Tokens of the prompt.")] = 128,
+    prompt: Annotated[
+        list[int] | None, typer.Option(min=1, help="Tokens of the prompt; repeatable.", show_default="128")
+    ] = None,
     new_tokens: Annotated[int, typer.Option("--new-tokens", "-n", min=3)] = 128,
     output: Annotated[Path | None, typer.Option(help="The JSON file; the table goes beside it.")] = None,
 ) -> None:
@@ -93,9 +95,14 @@ def generate(
         ways = [way for way, wanted in ((False, plain), (True, compiled)) if wanted]
         rows = []
         name = model if random else Path(model).name
-        for row in generate_bench.sweep(name, load, impl or generate_bench.IMPLEMENTATIONS, ways, prompt, new_tokens):
+        impls, prompts = impl or generate_bench.IMPLEMENTATIONS, prompt or [128]
+        for row in generate_bench.sweep(name, load, impls, ways, prompts, new_tokens):
             rows.append(row)
-            console.print(f"{row['impl']}, {'compiled' if row['compile'] else 'eager'}: {row['tok_s']:.1f} tokens/s")
+            way = "compiled" if row["compile"] else "eager"
+            console.print(
+                f"{row['impl']}, {way}, prompt {row['prompt']}: first token {row['ttft_ms']:.1f} ms, "
+                f"then {row['tok_s']:.1f} tokens/s"
+            )
         record = gpu.record_of(rows, {})
         path = output or RESULTS / f"{gpu.machine_slug()}-generate.json"
         gpu.write_record(path, record)

@@ -56,4 +56,4 @@ def test_compiled_generation_with_a_static_cache_gives_the_eager_tokens(demo_pac
         generate(model, tokenizer, "Name three colours.", max_new_tokens=24, sampling=Sampling(0), static_cache=static)
         for static in (False, True)
     )
-    assert compiled.demo_tokens == eager.demo_tokens
+    assert compiled.token_ids == eager.token_ids
