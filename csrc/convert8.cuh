@@ -74,25 +74,16 @@ __device__ __forceinline__ uint32_t select_or(uint32_t a, uint32_t mask) {
 template <class T, bool ORDERED = false>
 struct Convert8 {
   static constexpr bool HALF = std::is_same_v<T, __half>;
-  // What is taken away last, so that one kernel may serve both kinds of codes: a kernel argument.
-  static constexpr uint32_t OFFSET_S8 = HALF ? 0x64806480 : 0;
-  static constexpr uint32_t OFFSET_U8 = HALF ? 0x64006400 : 0xc300c300;  // bf16: -128
 
-  // The pair of bytes 2 p and 2 p + 1 of `word`, the first one in the low half; `offset` as above.
-  __device__ __forceinline__ static uint32_t pair(uint32_t word, int p, uint32_t offset) {
-    if constexpr (HALF) {
-      return sub_pair<T, ORDERED>(__byte_perm(word, 0x64646464, p ? 0x4342 : 0x4140), offset);
-    } else {
-      return sub_pair<T, ORDERED>(signed_bf16(word, p), offset);
-    }
-  }
-
-  // The same for a kind of codes known at compile time: one instruction less for bf16 S8.
+  // The pair of bytes 2 p and 2 p + 1 of `word`, the first one in the low half.
   template <class Code>
   __device__ __forceinline__ static uint32_t pair_of(uint32_t word, int p) {
     constexpr bool SIGNED = std::is_same_v<Code, W8S8>;
-    if constexpr (!HALF && SIGNED) return signed_bf16(word, p);
-    else return pair(word, p, SIGNED ? OFFSET_S8 : OFFSET_U8);
+    if constexpr (HALF) {
+      return sub_pair<T, ORDERED>(__byte_perm(word, 0x64646464, p ? 0x4342 : 0x4140), SIGNED ? 0x64806480 : 0x64006400);
+    } else {
+      return SIGNED ? signed_bf16(word, p) : sub_pair<T, ORDERED>(signed_bf16(word, p), 0xc300c300);  // -128
+    }
   }
 
  private:

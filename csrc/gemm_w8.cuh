@@ -11,6 +11,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
+#include <type_traits>
+
 #include "convert8.cuh"
 #include "copy.cuh"
 #include "gemm_wgmma_finish.cuh"
@@ -29,6 +31,9 @@ struct GemmW8Weight {
   int n, row_tiles, k_tiles;
 
   __device__ __forceinline__ float row_scale(int row) const { return row < n ? __ldg(row_maxima + row) * INV_127 : 0.0f; }
+  __device__ __forceinline__ void prefetch_rows(int row) const {
+    if (row < n) asm volatile("prefetch.global.L1 [%0];" ::"l"(row_maxima + row));
+  }
 };
 
 struct GemmW8 {
@@ -137,6 +142,82 @@ struct GemmW8Consumer {
   }
 };
 
+// The same for few tokens, whose wgmma are short: all of a k tile at once, and the next k tile converted meanwhile.
+template <class Code, class T, int SHAPE>
+struct GemmW8Batch {
+  static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
+  const GemmRing<GemmW8, SHAPE>& ring;
+  const int row_tile, lane;
+  GemmPosition<S.stages> at{0};
+  int used = -1;             // stage whose wgmma may still be under way
+  bool odd = false;          // which half of `a` is next
+  uint32_t a[2][4][S.row_groups][4];
+  float sums[S.row_groups][S.tokens / 2];
+
+  template <int HALF>
+  __device__ __forceinline__ void convert(int stage) {
+    uint4 codes[S.row_groups][2];
+#pragma unroll
+    for (int r = 0; r < S.row_groups; ++r) {
+      const uint32_t from = ring.codes(stage, row_tile + 4 * r) + lane * LANE_BYTES;
+      codes[r][0] = ld_shared_u32x4(from), codes[r][1] = ld_shared_u32x4(from + TILE_BYTES);
+    }
+#pragma unroll
+    for (int r = 0; r < S.row_groups; ++r) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const uint4 v = codes[r][half];
+        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          a[HALF][2 * half + i / 4][r][i % 4] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
+  }
+
+  __device__ __forceinline__ void start() {
+    mbarrier_wait(ring.full(0), 0);
+    convert<0>(0);
+  }
+
+  template <int HALF>
+  __device__ __forceinline__ void tile(bool add, bool more) {
+    const int stage = at.stage;
+    const uint64_t x = wgmma_descriptor(ring.x(stage));
+    at.step();
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 4; ++s) {
+#pragma unroll
+      for (int r = 0; r < S.row_groups; ++r) wgmma_m64k16<T>(sums[r], a[HALF][s][r], x + 2 * s, add || s > 0);
+    }
+    wgmma_commit_group();
+    if (more) mbarrier_wait(ring.full(at.stage), at.phase);
+    wgmma_wait_group<1>();
+    release();
+    used = stage;
+    if (more) convert<HALF ^ 1>(at.stage);
+  }
+
+  __device__ __forceinline__ void multiply(bool add, bool more) {
+    if (odd) tile<1>(add, more);
+    else tile<0>(add, more);
+    odd = !odd;
+  }
+
+  __device__ __forceinline__ void finish() {
+    wgmma_wait_group<0>();
+    release();
+    used = -1;
+  }
+};
+
 template <class Code, class T, int SHAPE>
 __global__ void __launch_bounds__(GemmShape::threads(), 1)
     gemm_w8_kernel(const __grid_constant__ GemmArgs<GemmW8Weight> args, const __grid_constant__ CUtensorMap x,
@@ -160,13 +241,15 @@ __global__ void __launch_bounds__(GemmShape::threads(), 1)
     __syncthreads();
     grid_wait();  // slots, flags and y may be in use until then
     const int warpgroup = warp / 4;
-    GemmW8Consumer<Code, T, SHAPE> consumer = {ring, warpgroup * S.group_rows() / TILE_ROWS + warp % 4, lane};
-    const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * GemmShared::out_bytes();
+    using Consumer = std::conditional_t<S.tokens <= 128, GemmW8Batch<Code, T, SHAPE>, GemmW8Consumer<Code, T, SHAPE>>;
+    Consumer consumer = {ring, warpgroup * S.group_rows() / TILE_ROWS + warp % 4, lane};
+    const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * S.out_buffers * GemmShared::out_bytes();
     const GemmFinish<T, GemmW8Weight, SHAPE> finish = {args, y, buffers, warpgroup, warp % 4 * WARP + lane};
     GemmPieces piece(args.cut, blockIdx.x);
     int left = piece.k_tiles_left();
     if (left > 0) consumer.start();
     while (piece.next()) {
+      finish.prefetch(piece);
       for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, --left > 0);
       consumer.finish();
       finish(consumer.sums, piece);

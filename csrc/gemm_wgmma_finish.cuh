@@ -23,7 +23,7 @@ struct GemmFinish {
   using Sums = float[S.row_groups][RESULTS];
   const GemmArgs<Weight>& args;
   const CUtensorMap& y;
-  const uint32_t buffers;  // two
+  const uint32_t buffers;  // S.out_buffers
   const int warpgroup, thread;
 
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + warpgroup) : "memory"); }
@@ -42,8 +42,15 @@ struct GemmFinish {
     if (piece.end < args.cut.k_tiles) collect(sums, (piece.tile - args.cut.whole_tiles + 1) * args.cut.k_tiles);
     const OutTile out(args.cut, piece.tile);
     scale_rows(sums, out);
-    if (Weight::TRANSPOSABLE && args.transposed) store_transposed(sums, out);
-    else store(sums, out);
+    if constexpr (Weight::TRANSPOSABLE) {
+      if (args.transposed) return store<true>(sums, out);
+    }
+    store<false>(sums, out);
+  }
+
+  // Asks for what the rows of a piece will need at its end.
+  __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
+    if (piece.begin == 0) args.prefetch_rows(OutTile(args.cut, piece.tile).row_block * S.block_rows() + warpgroup * S.group_rows() + thread % S.group_rows());
   }
 
   __device__ __forceinline__ float4* slot(int block) const {
@@ -113,83 +120,76 @@ struct GemmFinish {
     }
   }
 
-  // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight; y wants neighbouring rows together, so
-  // 8x8 matrices are transposed on the way into a buffer [STORE_TOKENS][64], which is swizzled as the copy engine does.
+  // To y [m, n], or transposed to y [n, m]. Where there is a buffer for every piece, none is waited for and all pieces leave
+  // together.
+  template <bool TRANSPOSED>
   __device__ __forceinline__ void store(const Sums& sums, OutTile out) const {
     constexpr int STEPS = S.tokens / S.STORE_TOKENS;
-    static_assert(S.row_groups * STEPS % 2 == 0, "buffers take turns");
-    const int lane = thread % WARP, warp = thread / WARP;
-    const int first_token = out.token_tile * S.tokens;
+    constexpr bool ALL = S.out_buffers == S.row_groups * STEPS;
+    static_assert(ALL || (S.out_buffers == 2 && S.row_groups * STEPS % 2 == 0), "buffers take turns");
+    if (ALL) begin_buffers<0>();
 #pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      const int first_row = group_row(out, r);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const uint32_t buffer = buffers + (r * STEPS + step) % 2 * GemmShared::out_bytes();
-        const int token = first_token + step * S.STORE_TOKENS;
-        if (thread == 0) cp_async_bulk_wait_group_read<1>();
-        sync();
-#pragma unroll
-        for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
-          const float* v = sums[r] + (step * (S.STORE_TOKENS / 8) + j) * 4;
-          const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-          stmatrix_x4_trans(buffer + line * 128 + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0], v[1]),
-                            round_pair<T>(v[2], v[3]), round_pair<T>(v[4], v[5]), round_pair<T>(v[6], v[7]));
-        }
-        if (args.copy_out) fence_proxy_async();
-        sync();
-        if (!args.copy_out) {
-          put(buffer, token, first_row);
-        } else if (thread == 0) {
-          if (token < args.m && first_row < args.n) cp_async_bulk_tensor_2d_store(&y, buffer, first_row, token);
-          cp_async_bulk_commit_group();
-        }
+    for (int i = 0; i < S.row_groups * STEPS; ++i) {
+      const int r = i / STEPS, step = i % STEPS;
+      if (!ALL) begin_buffers<1>();
+      write<TRANSPOSED>(sums[r] + step * (S.STORE_TOKENS / 8) * 4, buffer(i));
+      if (!ALL) {
+        end_buffers();
+        send<TRANSPOSED>(buffer(i), out, r, step);
       }
+    }
+    if (ALL) {
+      end_buffers();
+#pragma unroll
+      for (int i = 0; i < S.row_groups * STEPS; ++i) send<TRANSPOSED>(buffer(i), out, i / STEPS, i % STEPS);
     }
   }
 
-  // The same to y [n, m], where a lane's two tokens are neighbours already: a buffer is [64][STORE_TOKENS], in rows of 64 bytes
-  // with the copy engine's swizzle for those.
-  __device__ __forceinline__ void store_transposed(const Sums& sums, OutTile out) const {
-    constexpr int STEPS = S.tokens / S.STORE_TOKENS;
+  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % S.out_buffers * GemmShared::out_bytes(); }
+
+  // Returns when all but the last `PENDING` pieces have left their buffers.
+  template <int PENDING>
+  __device__ __forceinline__ void begin_buffers() const {
+    if (thread == 0) cp_async_bulk_wait_group_read<PENDING>();
+    sync();
+  }
+  __device__ __forceinline__ void end_buffers() const {
+    if (args.copy_out) fence_proxy_async();
+    sync();
+  }
+
+  // 64 rows and STORE_TOKENS tokens into a buffer [STORE_TOKENS][64], or transposed [64][STORE_TOKENS], swizzled as the copy
+  // engine does for rows of 128 and of 64 bytes. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each
+  // eight.
+  template <bool TRANSPOSED>
+  __device__ __forceinline__ void write(const float* values, uint32_t buffer) const {
+    const int lane = thread % WARP, warp = thread / WARP;
     static_assert(S.STORE_TOKENS == 32, "rows of 64 bytes");
-    const int lane = thread % WARP, warp = thread / WARP;
-    const int first_token = out.token_tile * S.tokens;
 #pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      const int first_row = group_row(out, r);
-#pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const uint32_t buffer = buffers + (r * STEPS + step) % 2 * GemmShared::out_bytes();
-        const int token = first_token + step * S.STORE_TOKENS;
-        if (thread == 0) cp_async_bulk_wait_group_read<1>();
-        sync();
-#pragma unroll
-        for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
-          const float* v = sums[r] + (step * (S.STORE_TOKENS / 8) + j) * 4;
-          const int line = warp * TILE_ROWS + lane % 16, chunk = j + lane / 16;
-          stmatrix_x4(buffer + line * 64 + ((chunk ^ line / 2 % 4) << 4), round_pair<T>(v[0], v[1]),
-                      round_pair<T>(v[2], v[3]), round_pair<T>(v[4], v[5]), round_pair<T>(v[6], v[7]));
-        }
-        if (args.copy_out) fence_proxy_async();
-        sync();
-        if (!args.copy_out) {
-          put_transposed(buffer, token, first_row);
-        } else if (thread == 0) {
-          if (token < args.m && first_row < args.n) cp_async_bulk_tensor_2d_store(&y, buffer, token, first_row);
-          cp_async_bulk_commit_group();
-        }
+    for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
+      const float* v = values + j * 4;
+      const uint32_t a = round_pair<T>(v[0], v[1]), b = round_pair<T>(v[2], v[3]), c = round_pair<T>(v[4], v[5]),
+                     d = round_pair<T>(v[6], v[7]);
+      if constexpr (TRANSPOSED) {
+        const int line = warp * TILE_ROWS + lane % 16, chunk = j + lane / 16;
+        stmatrix_x4(buffer + line * 64 + ((chunk ^ line / 2 % 4) << 4), a, b, c, d);
+      } else {
+        const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+        stmatrix_x4_trans(buffer + line * 128 + ((chunk ^ lane % 8) << 4), a, b, c, d);
       }
     }
   }
 
-  __device__ __forceinline__ void put_transposed(uint32_t buffer, int token, int row) const {
-    uint16_t* const y16 = static_cast<uint16_t*>(args.y);
-    for (int i = thread; i < S.STORE_TOKENS * WARPGROUP_ROWS; i += WARPGROUP) {
-      const int line = i / S.STORE_TOKENS, column = i % S.STORE_TOKENS;
-      if (token + column >= args.m || row + line >= args.n) continue;
-      const uint32_t at = buffer + line * 64 + ((column / 8 ^ line / 2 % 4) << 4) + column % 8 * 2;
-      y16[int64_t(row + line) * args.m + token + column] = ld_shared_u16(at);
+  template <bool TRANSPOSED>
+  __device__ __forceinline__ void send(uint32_t buffer, OutTile out, int r, int step) const {
+    const int token = out.token_tile * S.tokens + step * S.STORE_TOKENS, row = group_row(out, r);
+    if (!args.copy_out) {
+      put<TRANSPOSED>(buffer, token, row);
+    } else if (thread == 0) {
+      if (token < args.m && row < args.n) {
+        cp_async_bulk_tensor_2d_store(&y, buffer, TRANSPOSED ? token : row, TRANSPOSED ? row : token);
+      }
+      cp_async_bulk_commit_group();
     }
   }
 
@@ -198,13 +198,17 @@ struct GemmFinish {
   }
 
   // A buffer to y where the copy engine cannot: rows of y that do not start at multiples of 16 bytes.
+  template <bool TRANSPOSED>
   __device__ __forceinline__ void put(uint32_t buffer, int token, int row) const {
+    constexpr int LINE = TRANSPOSED ? S.STORE_TOKENS : WARPGROUP_ROWS;  // values
     uint16_t* const y16 = static_cast<uint16_t*>(args.y);
     for (int i = thread; i < S.STORE_TOKENS * WARPGROUP_ROWS; i += WARPGROUP) {
-      const int line = i / WARPGROUP_ROWS, column = i % WARPGROUP_ROWS;
-      if (token + line >= args.m || row + column >= args.n) continue;
-      const uint32_t at = buffer + line * 128 + ((column / 8 ^ line % 8) << 4) + column % 8 * 2;
-      y16[int64_t(token + line) * args.n + row + column] = ld_shared_u16(at);
+      const int line = i / LINE, column = i % LINE;
+      const int t = token + (TRANSPOSED ? column : line), n = row + (TRANSPOSED ? line : column);
+      if (t >= args.m || n >= args.n) continue;
+      const int swizzle = TRANSPOSED ? line / 2 % 4 : line % 8;
+      const uint32_t at = buffer + line * LINE * 2 + ((column / 8 ^ swizzle) << 4) + column % 8 * 2;
+      y16[TRANSPOSED ? int64_t(n) * args.m + t : int64_t(t) * args.n + n] = ld_shared_u16(at);
     }
   }
 };

@@ -68,10 +68,9 @@ struct W8Walk {
   uint32_t b[Sum::COLUMN_TILES][8] = {};
   Sum sum;
 
-  template <int S>
   __device__ __forceinline__ void unit() {
     const int tile = burst * BURST, tiles = work.tiles - tile;
-    weights.template wait<S>();
+    weights.wait();
 #pragma unroll
     for (int j = 0; j < BURST; ++j) {
       if (GROUPED && j >= tiles) break;  // its scales were never copied, and zero times NaN is NaN
@@ -81,19 +80,19 @@ struct W8Walk {
         uint32_t a[16];
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint4 codes = weights.template get<S>(r, j, half);
+          const uint4 codes = weights.get(r, j, half);
           const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
           for (int i = 0; i < 8; ++i) a[8 * half + i] = Convert8<T>::template pair_of<Code>(word[i / 2], i % 2);
         }
         if (GROUPED) {
-          sum.template multiply<T>(r, a, b, weights.template scales<S>(r, j));
+          sum.template multiply<T>(r, a, b, weights.scales(r, j));
         } else {
           accumulate(r, a);
         }
       }
     }
-    weights.template next<S>();
+    weights.next();
     if (++burst == work.bursts) next_group();
   }
 
@@ -118,7 +117,7 @@ struct W8Walk {
   __device__ __forceinline__ void finish() {
     const int whole_group = work.first_group + group;
     if (gridDim.y == 1) store_scaled<T, R, TOKENS, GROUPED>(args, sum, whole_group, lane);
-    else sum.put_global(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP) + lane);
+    else sum.put_partial(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP), lane);
   }
 };
 
@@ -126,23 +125,21 @@ struct W8Walk {
 template <class T, int R, int TOKENS, int WARPS, bool GROUPED>
 __device__ __forceinline__ void add_w8_slices(const SmallW8Args& a, const BlockWork& work, bool* is_last, int warp,
                                               int lane) {
-  __threadfence();
+  using Sum = Results<R, TOKENS>;
+  const int slices = gridDim.y;
   __syncthreads();
   if (threadIdx.x == 0) {
-    *is_last = atomicAdd(a.arrivals + blockIdx.x, 1u) == gridDim.y - 1;
+    *is_last = atom_add_acq_rel(a.arrivals + blockIdx.x, 1u) == unsigned(slices - 1);
     if (*is_last) a.arrivals[blockIdx.x] = 0;
   }
   __syncthreads();
   if (!*is_last) return;
-  __threadfence();
-  using Sum = Results<R, TOKENS>;
+  constexpr int SLOT = Sum::COUNT * WARP;
   for (int i = warp; i < work.groups; i += WARPS) {
     const int group = work.first_group + i;
     Sum sum;
     sum.clear();
-    for (int slice = 0; slice < int(gridDim.y); ++slice) {
-      sum.add_global(a.partials + (int64_t(slice) * a.groups + group) * (Sum::COUNT * WARP) + lane);
-    }
+    sum.add_partials(a.partials + int64_t(group) * SLOT, slices, int64_t(a.groups) * SLOT, lane);
     store_scaled<T, R, TOKENS, GROUPED>(a, sum, group, lane);
   }
 }
@@ -182,10 +179,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
   W8Walk<Code, T, R, TOKENS, WARPS, GROUPED> walk = {args, work, lane, weights, activations, tails + warp * TAIL,
                                                group, burst, burst != 0};
   walk.sum.clear();
-  for (int u = begin; u < end; u += 2) {
-    walk.template unit<0>();
-    if (u + 1 < end) walk.template unit<1>();
-  }
+  for (int u = begin; u < end; ++u) walk.unit();
 
   const bool open = walk.burst != 0 && begin < end;  // the stretch ended inside a group
   if (open && walk.inside) walk.sum.put(walk.tail);

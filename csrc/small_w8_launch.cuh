@@ -47,7 +47,7 @@ SmallW8Launcher small_w8_launcher(int shape, std::index_sequence<I...>) {
 template <class T>
 int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l, int device,
                  const DeviceInfo& info, cudaStream_t stream) {
-  SmallW8Args a = small_w8_args<T>(plan, w, l);
+  SmallW8Args a = small_w8_args(plan, w, l);
   const int cap = l.flags >> 24 & 15;
   SmallW8Plan& p2 = const_cast<SmallW8Plan&>(plan);
   if (cap && cap < plan.stages) { a.stages = cap; p2.shared_bytes = SmallW8Shared(SMALL_W8_SHAPES[plan.shape], int(w.blocksize / 64), plan.slice_tiles, cap).total; }

@@ -6,7 +6,6 @@
 #include <stdint.h>
 
 #include "convert.cuh"
-#include "convert8.cuh"
 #include "copy.cuh"
 #include "layout.h"
 #include "nf4linear.h"
@@ -21,13 +20,11 @@ struct SmallW8Args : SmallBatchArgs {
   const float* group_scales; // [row_tiles][k_tiles / group_tiles][16]
   int group_shift;           // log2 of the 64-input tiles under one group scale
   int stages;
-  uint32_t code_offset;      // Convert8's
   int64_t token_stride, row_stride;  // of y
 };
 
-// T is the 16-bit type of x; counters and partial sums are left to the launcher.
-template <class T>
-SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l) {
+// Counters and partial sums are left to the launcher.
+inline SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l) {
   SmallW8Args a = {};
   a.codes = w.qweight;
   a.n = int(w.n);
@@ -35,7 +32,6 @@ SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, const n
   a.k_tiles = int(w.k / TILE_K4);
   a.row_scales = a.group_scales = static_cast<const float*>(w.scales);
   a.group_shift = w.blocksize == 128;
-  a.code_offset = w.format == NF4L_W8_S8 ? Convert8<T>::OFFSET_S8 : Convert8<T>::OFFSET_U8;
   a.stages = plan.stages;
   a.x = static_cast<const char*>(l.x);
   a.x_row_bytes = l.x_stride * 2;
@@ -55,82 +51,13 @@ SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, const n
 
 // Copies to shared memory by the copy engine, a burst of a row tile at once, or by each lane for itself: 16 bytes that it
 // alone will read. Only Hopper and later have the engine.
-#if (defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900) || (defined(W8_STREAM) && W8_STREAM == 1)
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool LANE_COPIES = true;
 #else
 constexpr bool LANE_COPIES = false;
 #endif
 
 
-#ifndef W8_STREAM
-#define W8_STREAM 0
-#endif
-
-#if W8_STREAM == 2
-// Registers: a burst ahead of its use.
-template <int R, bool GROUPED, int WARPS>
-struct W8Stream {
-  uint4 codes[2][BURST][R][2] = {};
-  float2 scale[2][BURST][R] = {};
-  const SmallW8Args& args;
-  const BlockWork& work;
-  const int lane;
-  const uint8_t* from;
-  int64_t row_bytes, wrap_bytes;
-  int group, burst, left;
-
-  __device__ __forceinline__ W8Stream(const SmallW8Args& a, const BlockWork& w, uint32_t, uint32_t, int begin, int end, int,
-                                      int lane_)
-      : args(a), work(w), lane(lane_) {
-    group = begin / w.bursts;
-    burst = begin - group * w.bursts;
-    left = end - begin;
-    row_bytes = int64_t(a.k_tiles) * W8_TILE_BYTES;
-    wrap_bytes = R * row_bytes - int64_t(w.bursts) * BURST * W8_TILE_BYTES;
-    from = a.codes + (w.first_group + group) * R * row_bytes + int64_t(w.first_tile + burst * BURST) * W8_TILE_BYTES + lane * LANE_BYTES;
-  }
-  template <int S>
-  __device__ __forceinline__ void load(uint32_t after) {
-    const uint8_t* at = from + after;
-    const int tiles = left > 0 ? work.tiles - burst * BURST : 0;
-    const int row_tile = (work.first_group + group) * R;
-#pragma unroll
-    for (int r = 0; r < R; ++r) {
-      const int wanted = R == 1 || row_tile + r < args.row_tiles ? tiles : 0;
-#pragma unroll
-      for (int j = 0; j < BURST; ++j) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) ld_stream_if(codes[S][j][r][h], at + r * row_bytes + j * W8_TILE_BYTES + h * TILE_BYTES, j < wanted);
-        if (GROUPED) {
-          const int64_t g = int64_t(row_tile + r) * (args.k_tiles >> args.group_shift) + ((work.first_tile + burst * BURST + j) >> args.group_shift);
-          ld_if(reinterpret_cast<uint2&>(scale[S][j][r]), args.group_scales + g * TILE_ROWS + lane / 4 * 2, j < wanted);
-        }
-      }
-    }
-    --left;
-    from += BURST * W8_TILE_BYTES;
-    if (++burst == work.bursts) {
-      burst = 0;
-      ++group;
-      from += wrap_bytes;
-    }
-  }
-  __device__ __forceinline__ void start() { load<0>(0); load<1>(0); }
-  template <int S>
-  __device__ __forceinline__ void wait() {
-  }
-  template <int S>
-  __device__ __forceinline__ uint4 get(int r, int j, int h) const { return codes[S][j][r][h]; }
-  template <int S>
-  __device__ __forceinline__ float2 scales(int r, int j) const { return scale[S][j][r]; }
-  template <int S>
-  __device__ __forceinline__ void next() {  // codes[S] has been used
-    uint32_t after = codes[S ^ 1][BURST - 1][R - 1][1].x & args.zero;
-    asm volatile("" : "+r"(after));
-    load<S>(after);
-  }
-};
-#else
 // The weight of a warp's stretch, `stages` bursts ahead of its use. Stage s is refilled as soon as the warp has used it, so
 // the ring needs no barrier between warps.
 template <int R, bool GROUPED, int WARPS>
@@ -153,12 +80,10 @@ struct W8Stream {
     barriers = all_barriers + warp * (SmallW8Shared::MOST_STAGES * 8);
   }
 
-  template <int S>
   __device__ __forceinline__ uint4 get(int r, int j, int half) const {
     return ld_shared_u32x4(stages + stage * stage_bytes + (r * BURST + j) * W8_TILE_BYTES + half * TILE_BYTES + lane * LANE_BYTES);
   }
   // Of rows g and g + 8, for tile j of the burst.
-  template <int S>
   __device__ __forceinline__ float2 scales(int r, int j) const {
     const int at = (r * BURST + j) >> args.group_shift;
     return ld_shared_f32x2(stages + stage * stage_bytes + R * BURST * W8_TILE_BYTES + at * (TILE_ROWS * 4) + lane / 4 * 8);
@@ -185,7 +110,6 @@ struct W8Stream {
   }
 
   // Waits for the burst in hand.
-  template <int S>
   __device__ __forceinline__ void wait() const {
     if constexpr (LANE_COPIES) {
       cp_async_wait_group(args.stages - 1);
@@ -196,7 +120,6 @@ struct W8Stream {
   }
 
   // The burst in hand has been used.
-  template <int S>
   __device__ __forceinline__ void next() {
     __syncwarp();
     copy(stage);
@@ -253,6 +176,5 @@ struct W8Stream {
     }
   }
 };
-#endif
 
 }  // namespace nf4l

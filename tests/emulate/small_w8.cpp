@@ -38,7 +38,7 @@ void let_read(const std::vector<V>& v) {
   simt::readable.push_back({reinterpret_cast<const char*>(v.data()), v.size() * sizeof(V)});
 }
 
-template <class T, bool GROUPED, int I>
+template <class Code, class T, bool GROUPED, int I>
 void run_shape(const SmallW8Plan& plan, const SmallW8Args& args) {
   constexpr SmallBatchShape S = SMALL_W8_SHAPES[I];
   if (plan.shape != I) return;
@@ -51,13 +51,13 @@ void run_shape(const SmallW8Plan& plan, const SmallW8Args& args) {
   for (const Dim& index : order) {
     std::memset(smem, 0xff, sizeof smem);  // NaN wherever the block does not write
     simt::run_block(index, grid, S.warps * WARP,
-                    [&] { small_w8_kernel<T, S.row_tiles, S.tokens, S.warps, GROUPED>(args); });
+                    [&] { small_w8_kernel<Code, T, S.row_tiles, S.tokens, S.warps, GROUPED>(args); });
   }
 }
 
-template <class T, bool GROUPED, int... I>
+template <class Code, class T, bool GROUPED, int... I>
 void run_any(const SmallW8Plan& plan, const SmallW8Args& args, std::integer_sequence<int, I...>) {
-  (run_shape<T, GROUPED, I>(plan, args), ...);
+  (run_shape<Code, T, GROUPED, I>(plan, args), ...);
 }
 
 template <class T>
@@ -80,15 +80,17 @@ std::string run(const Case& c) {
                          nullptr, nullptr, nullptr, 0, 0, c.k / 64};
   const nf4l_linear_args l = {c.f16 ? NF4L_F16 : NF4L_BF16, c.transposed ? NF4L_TRANSPOSED_OUTPUT : 0, c.m, x.data(), c.k + 8, c.bias ? bias.data() : nullptr,
                               y.data() + 8, nullptr, 0};
-  SmallW8Args args = small_w8_args<T>(plan, w, l);
+  SmallW8Args args = small_w8_args(plan, w, l);
   args.partials = partials.data();
   args.arrivals = arrivals.data();
 
   simt::readable.clear();
   let_read(codes), let_read(scales), let_read(x), let_read(bias), let_read(partials), let_read(arrivals);
   const auto all = std::make_integer_sequence<int, SMALL_W8_SHAPE_COUNT>();
-  if (c.group) run_any<T, true>(plan, args, all);
-  else run_any<T, false>(plan, args, all);
+  if (c.u8 && c.group) run_any<W8U8, T, true>(plan, args, all);
+  else if (c.u8) run_any<W8U8, T, false>(plan, args, all);
+  else if (c.group) run_any<W8S8, T, true>(plan, args, all);
+  else run_any<W8S8, T, false>(plan, args, all);
 
   for (unsigned a : arrivals) {
     if (a) return "a counter is not zero";
