@@ -38,7 +38,7 @@ __device__ __forceinline__ void store_scaled(const SmallW8Args& a, const Results
     for (int h = 0; h < 2; ++h) {
       const int row = (group * R + r) * TILE_ROWS + g + 8 * h;
       if (row >= a.n) continue;
-      const float scale = GROUPED ? 1.0f : __ldg(a.row_scales + row) * INV_127;
+      const float scale = GROUPED ? 1.0f : __ldg(a.scales + row) * INV_127;
       const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
       T* const y = static_cast<T*>(a.y) + row * a.row_stride;
 #pragma unroll
@@ -121,29 +121,6 @@ struct W8Walk {
   }
 };
 
-// The last block of a part adds the slices' sums; every block comes here.
-template <class T, int R, int TOKENS, int WARPS, bool GROUPED>
-__device__ __forceinline__ void add_w8_slices(const SmallW8Args& a, const BlockWork& work, bool* is_last, int warp,
-                                              int lane) {
-  using Sum = Results<R, TOKENS>;
-  const int slices = gridDim.y;
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    *is_last = atom_add_acq_rel(a.arrivals + blockIdx.x, 1u) == unsigned(slices - 1);
-    if (*is_last) a.arrivals[blockIdx.x] = 0;
-  }
-  __syncthreads();
-  if (!*is_last) return;
-  constexpr int SLOT = Sum::COUNT * WARP;
-  for (int i = warp; i < work.groups; i += WARPS) {
-    const int group = work.first_group + i;
-    Sum sum;
-    sum.clear();
-    sum.add_partials(a.partials + int64_t(group) * SLOT, slices, int64_t(a.groups) * SLOT, lane);
-    store_scaled<T, R, TOKENS, GROUPED>(a, sum, group, lane);
-  }
-}
-
 template <class Code, class T, int R, int TOKENS, int WARPS, bool GROUPED>
 __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_constant__ SmallW8Args args) {
   extern __shared__ __align__(1024) char smem[];
@@ -181,18 +158,11 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
   walk.sum.clear();
   for (int u = begin; u < end; ++u) walk.unit();
 
-  const bool open = walk.burst != 0 && begin < end;  // the stretch ended inside a group
-  if (open && walk.inside) walk.sum.put(walk.tail);
-  __syncthreads();
-  if (open && !walk.inside) {
-    const int group_end = (walk.group + 1) * work.bursts;
-    for (int w = warp + 1; w < WARPS && work.units * w / WARPS < group_end; ++w) {
-      if (work.units * w / WARPS < work.units * (w + 1) / WARPS) walk.sum.add(tails + w * TAIL);
-    }
-    walk.finish();
-  }
+  close_stretch<WARPS>(walk, warp, tails);
   if (gridDim.y > 1) {
-    add_w8_slices<T, R, TOKENS, WARPS, GROUPED>(args, work, reinterpret_cast<bool*>(smem + map.flag), warp, lane);
+    using Sum = Results<R, TOKENS>;
+    const auto store = [&](const Sum& sum, int row_group) { store_scaled<T, R, TOKENS, GROUPED>(args, sum, row_group, lane); };
+    add_slices<Sum, WARPS>(args, work, reinterpret_cast<bool*>(smem + map.flag), warp, lane, store);
   }
 }
 

@@ -15,12 +15,21 @@
 
 namespace nf4l {
 
-struct SmallW8Args : SmallBatchArgs {
-  const float* row_scales;   // raw maxima [n], or
-  const float* group_scales; // [row_tiles][k_tiles / group_tiles][16]
-  int group_shift;           // log2 of the 64-input tiles under one group scale
-  int stages;
+struct SmallW8Args {
+  const uint8_t* codes;       // [row_tiles][k_tiles][2][512]
+  const float* scales;        // of rows: raw maxima [n]; of groups: [row_tiles][k_tiles >> group_shift][16]
+  const char* x;              // [m] rows of k 16-bit values, 16-byte aligned
+  int64_t x_row_bytes;
+  const void* bias;           // [n] or NULL
+  void* y;
   int64_t token_stride, row_stride;  // of y
+  float* partials;            // [slices][groups][lane_results][32]
+  unsigned* arrivals;         // [parts], zero before and after
+  int m, n, row_tiles, k_tiles;  // k tiles of 64 inputs
+  int group_shift;            // log2 of the k tiles under one group scale
+  int groups, base_groups, extra_groups, slice_tiles;
+  int stages;
+  bool dependent;             // launched before the previous kernel ended
 };
 
 // Counters and partial sums are left to the launcher.
@@ -30,7 +39,7 @@ inline SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, 
   a.n = int(w.n);
   a.row_tiles = int(ceil_div(w.n, TILE_ROWS));
   a.k_tiles = int(w.k / TILE_K4);
-  a.row_scales = a.group_scales = static_cast<const float*>(w.scales);
+  a.scales = static_cast<const float*>(w.scales);
   a.group_shift = w.blocksize == 128;
   a.stages = plan.stages;
   a.x = static_cast<const char*>(l.x);
@@ -158,7 +167,7 @@ struct W8Stream {
     for (int r = 0; r < R; ++r) {
       if (r >= row_tiles) break;
       const uint8_t* from = args.codes + (int64_t(row_tile + r) * args.k_tiles + tile) * W8_TILE_BYTES;
-      const float* scales_from = GROUPED ? args.group_scales + (int64_t(row_tile + r) * groups + (tile >> args.group_shift)) * TILE_ROWS
+      const float* scales_from = GROUPED ? args.scales + (int64_t(row_tile + r) * groups + (tile >> args.group_shift)) * TILE_ROWS
                                          : nullptr;
       const uint32_t code_to = to + r * BURST * W8_TILE_BYTES, scale_to = scales_to + r * all_groups * (TILE_ROWS * 4);
       if constexpr (LANE_COPIES) {

@@ -18,7 +18,8 @@ from .gpu import Row, race
 
 PUBLISHED_SHAPE = (3456, 4096, 2048)  # m, n, k
 SHAPES = (
-    PUBLISHED_SHAPE, (1024, 4096, 4096), (4096, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336), (8192, 8192, 8192),
+    PUBLISHED_SHAPE, (1024, 4096, 4096), (4096, 4096, 4096), (4096, 14336, 4096), (4096, 4096, 14336),
+    (8192, 8192, 8192),
 )  # fmt: skip
 PLAIN = ("f16_f16", "bf16_bf16")
 ROUNDS = 9
@@ -86,8 +87,8 @@ def markdown(record: Row) -> str:
         f"# Mixed-input products on {record['machine']}", "",
         f"`{record['command']}`, {record['date']}, commit {record['commit']}; "
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".", "",
-        "TFLOP/s of m x n x k, median; in brackets the speed in units of torch's (cuBLAS) product of two matrices of the "
-        "same 16-bit type in the same run. f16_s8: float16 first operand, int8 second one, and so on; float32 sums. "
+        "TFLOP/s of m x n x k, median; in brackets the speed in units of torch's (cuBLAS) product of two matrices of "
+        "the same 16-bit type in the same run. f16_s8: float16 first operand, int8 second one, and so on; float32 sums. "
         "Error: relative, Frobenius norm, against float64.", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header),
     ]  # fmt: skip
@@ -99,6 +100,10 @@ def markdown(record: Row) -> str:
         error = max(row["rel_err"] for row in by_shape.values())
         lines.append("| " + " | ".join([variant, *cells, f"{error:.1e}"]) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: Row | None) -> str:
+    return "-" if row is None else f"{row['TFLOPs']:.0f} ({row['of_plain']:.2f})"
 
 
 def plot(record: Row) -> bytes:

@@ -15,7 +15,7 @@ from rich.progress import Progress
 from .. import eager
 from .. import mixed as mixed_products
 from ..bench import generate as generate_bench
-from ..bench import gpu, linear_report
+from ..bench import gpu, linear_report, linear_w8
 from ..bench import linear as linear_bench
 from ..bench import mixed as mixed_bench
 from .loading import ModelSource
@@ -24,6 +24,10 @@ from .output import errors_to_exit
 bench = typer.Typer(help="Time layers and models beside their peers.", no_args_is_help=True)
 console = Console(stderr=True)
 RESULTS = Path("benchmarks/results")
+FORMATS = {
+    "nf4": (linear_bench.BenchWeight, linear_bench.PEERS),
+    "w8": (linear_w8.BenchWeight8, linear_w8.PEERS),
+}
 
 
 @bench.command()
@@ -33,6 +37,7 @@ def linear(
     ] = None,
     tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", min=1, help="Numbers of tokens.")] = None,
     dtype: Annotated[str, typer.Option(help=f"Of activations: {' or '.join(linear_bench.DTYPES)}.")] = "bf16",
+    format: Annotated[str, typer.Option(help="Of weights: nf4 or w8 (int8, one scale a row).")] = "nf4",
     peer: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(linear_bench.PEERS)}; repeatable.", show_default="those installed"),
@@ -41,15 +46,18 @@ def linear(
     tune: Annotated[bool, typer.Option("--tune", help="Our kernels alone, every configuration that fits.")] = False,
     output: Annotated[Path | None, typer.Option(help="The JSON file; table and plot go beside it.")] = None,
 ) -> None:
-    """NF4 linear layers: times, roofs and errors over shapes and numbers of tokens."""
+    """NF4 or 8-bit linear layers: times, roofs and errors over shapes and numbers of tokens."""
     with errors_to_exit(console):
         _need_gpu()
         shapes = [_parse_shape(text) for text in shape or ()] or list(linear_bench.SHAPES[: 2 if quick else None])
         numbers = tokens or ([1, 8, 16, 64] if quick else list(linear_bench.TOKENS))
         if dtype not in linear_bench.DTYPES:
             raise ValueError(f"--dtype takes {', '.join(linear_bench.DTYPES)}; got {dtype}")
-        if unknown := sorted(set(peer or ()) - set(linear_bench.PEERS)):
-            raise ValueError(f"--peer takes {', '.join(linear_bench.PEERS)}; got {', '.join(unknown)}")
+        if format not in FORMATS or (tune and format != "nf4"):
+            raise ValueError(f"--format takes {' or '.join(FORMATS)}, --tune nf4 only; got {format}")
+        weights, known = FORMATS[format]
+        if unknown := sorted(set(peer or ()) - set(known)):
+            raise ValueError(f"--peer takes {', '.join(known)}; got {', '.join(unknown)}")
         if not tune:
             _need_matplotlib()
         ceilings = gpu.measure_ceilings()
@@ -57,10 +65,14 @@ def linear(
             numbers = [m for m in numbers if m <= eager.MOST_TOKENS]
             cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
         else:
-            cells = linear_bench.sweep(shapes, numbers, dtype, peer or list(linear_bench.PEERS), ceilings)
+            peers = [known[name] for name in peer or known]
+            cells = linear_bench.sweep(shapes, numbers, dtype, peers, ceilings, weights)
         rows = _collect(cells, len(shapes) * len(numbers))
         record = gpu.record_of(rows, ceilings)
-        path = output or RESULTS / f"{gpu.machine_slug()}-linear{'-tune' if tune else ''}.json"
+        path = (
+            output
+            or RESULTS / f"{gpu.machine_slug()}-linear{'' if format == 'nf4' else '-w8'}{'-tune' if tune else ''}.json"
+        )
         gpu.write_record(path, record)
         text = linear_report.tune_markdown(record) if tune else linear_report.markdown(record)
         gpu.write(path.with_suffix(".md"), text.encode())
