@@ -55,7 +55,8 @@ def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype, kind: t
     warnings.warn(
         f"nf4linear: the fused {_WIDTHS[kind]} kernels of {library.path} give wrong results on "
         f"{torch.cuda.get_device_name(device)} (cuda:{device}, {dtype}, relative error {worst:.1e}); "
-        "dequantize + GEMM is used instead, which is slower. Please report this with the output of python -m torch.utils.collect_env.",
+        "dequantize + GEMM is used instead, which is slower. "
+        "Please report this with the output of python -m torch.utils.collect_env.",
         stacklevel=2,
     )
     return False

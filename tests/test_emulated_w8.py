@@ -51,11 +51,11 @@ def test_the_kernel_on_the_cpu(program, seed):
     "change",
     [
         # Tiles that do not exist are read.
-        ("small_w8_load.cuh", "min(work.tiles - burst * BURST, BURST)", "BURST"),
+        ("small_w8_load.cuh", "min(work.tiles - in_burst * BURST, BURST)", "BURST"),
         # Scales of tiles that were never copied are used.
         ("small_w8.cuh", "if (GROUPED && j >= tiles) break;", ""),
         # The last slice is left out.
-        ("small_w8.cuh", "const int slices = gridDim.y;", "const int slices = gridDim.y - 1;"),
+        ("small_batch.cuh", "const int slices = gridDim.y;", "const int slices = gridDim.y - 1;"),
     ],
     ids=lambda change: change[1][:20],
 )

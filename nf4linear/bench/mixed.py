@@ -88,8 +88,8 @@ def markdown(record: Row) -> str:
         f"`{record['command']}`, {record['date']}, commit {record['commit']}; "
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".", "",
         "TFLOP/s of m x n x k, median; in brackets the speed in units of torch's (cuBLAS) product of two matrices of "
-        "the same 16-bit type in the same run. f16_s8: float16 first operand, int8 second one, and so on; float32 sums. "
-        "Error: relative, Frobenius norm, against float64.", "",
+        "the same 16-bit type in the same run. f16_s8: float16 first operand, int8 second one, and so on; float32 "
+        "sums. Error: relative, Frobenius norm, against float64.", "",
         "| " + " | ".join(header) + " |", "|" + "---|" * len(header),
     ]  # fmt: skip
     for variant in dict.fromkeys(row["variant"] for row in rows):
