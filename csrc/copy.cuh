@@ -80,6 +80,8 @@ __device__ __forceinline__ void ld_if(uint2& v, const void* p, bool wanted) {
       : "l"(p), "r"(static_cast<int>(wanted)));
 }
 
+__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
 // Asynchronous copies to shared memory. Where `wanted` is false, zeros are written and nothing is read.
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool wanted) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");

@@ -7,6 +7,7 @@
 
 #include <stdint.h>
 
+#include "gemm_w8_plan.h"
 #include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
@@ -88,7 +89,8 @@ struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
-  GemmPlan gemm_wgmma = {};  // of either engine
+  GemmPlan gemm_wgmma = {};
+  GemmW8Plan gemm_w8 = {};
   SmallW8Plan small_w8 = {};
 };
 
@@ -176,8 +178,7 @@ inline bool pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf4l_l
   // Group scales would have to be applied in its loop.
   const auto gemm = [&](int shape, bool cut) {
     if (!device.wgmma || w.blocksize > 0) return false;
-    GemmPlan& plan = launch.gemm_wgmma;
-    if (!plan_gemm(a.m, w.n, w.k, GEMM_EIGHT_BIT, shape, cut, device.sms, device.shared_bytes, plan)) return false;
+    if (!plan_gemm_w8(a.m, w.n, w.k, shape, cut, device.sms, device.shared_bytes, launch.gemm_w8)) return false;
     launch.engine = Engine::gemm_w8;
     return true;
   };
@@ -185,7 +186,7 @@ inline bool pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf4l_l
     const int cut = a.flags >> NF4L_TUNE_SLICES_SHIFT & 255;
     if (shape <= SMALL_W8_SHAPE_COUNT) return a.m <= SMALL_W8_SHAPES[shape - 1].tokens && plan(shape - 1, cut > 0 ? cut : 1);
     const int gemm_shape = shape - 1 - SMALL_W8_SHAPE_COUNT;
-    return gemm_shape < GEMM_W8_SHAPE_COUNT && gemm(GEMM_SHAPE_COUNT + gemm_shape, cut != 1);
+    return gemm_shape < GEMM_W8_SHAPE_COUNT && gemm(gemm_shape, cut != 1);
   }
   for (const LaunchRow& row : W8_TABLE) {
     if (device.arch < row.arch_first || device.arch > row.arch_last) continue;

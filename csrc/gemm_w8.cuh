@@ -1,11 +1,19 @@
-// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias where multiplying takes longer than reading, and
-// from 17 tokens up where mma.sync has too little to do.
+// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias where multiplying takes longer than reading, and from
+// a few tokens up where mma.sync has too little to do.
 //
-// Ring, cut, producer and epilogue are those of the 4-bit engine (gemm_wgmma.cuh). Converting 8-bit codes takes 16 to 20
-// instructions for a wgmma, without look-ups or scales, so nothing needs taking turns: a warpgroup gives the tensor cores one
-// k16 step after the other, two ahead of the one in hand, and converts the next but one behind it:
+// The weight is the 64-row operand of wgmma m64nNk16, converted in registers (convert8.cuh); the tokens are its N columns, read
+// from shared memory by the tensor cores. A block is one thread that feeds and two or four warpgroups that multiply, 64 rows of
+// an output tile each. A k tile of 64 inputs travels through a ring in shared memory: two copies fill a stage, x [tokens][64]
+// and the codes of all row tiles.
 //
-//     step s       fence | wgmma a[s] | commit | wait until two are under way | convert step s + 2 -> a[(s + 2) % 4]
+// There is no scale in the loop: that of a row multiplies the finished sums. So the instructions between two wgmma are few, and
+// each warpgroup goes its own way, converting behind what it has given to the tensor cores:
+//
+//     many tokens    step s:    fence | wgmma a[s] | commit | wait until two are under way | convert step s + 2
+//     few tokens     k tile i:  fence | four wgmma | commit | wait for k tile i - 1 | convert k tile i + 1
+//
+// Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row blocks
+// are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h, gemm_w8_finish.cuh).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -15,246 +23,193 @@
 
 #include "convert8.cuh"
 #include "copy.cuh"
-#include "gemm_wgmma_finish.cuh"
-#include "gemm_wgmma_load.cuh"
-#include "gemm_wgmma_plan.h"
-#include "nf4linear.h"
+#include "gemm_w8_finish.cuh"
+#include "gemm_w8_load.cuh"
+#include "gemm_w8_plan.h"
 #include "tma.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace nf4l {
 
-struct GemmW8Weight {
-  static constexpr bool TRANSPOSABLE = true;
-  CUtensorMap codes;        // [row_tiles][k_tiles][2][512], in boxes of a k tile of a whole row block
-  const float* row_maxima;  // [n]
-  int n, row_tiles, k_tiles;
-
-  __device__ __forceinline__ float row_scale(int row) const { return row < n ? __ldg(row_maxima + row) * INV_127 : 0.0f; }
-  __device__ __forceinline__ void prefetch_rows(int row) const {
-    if (row < n) asm volatile("prefetch.global.L1 [%0];" ::"l"(row_maxima + row));
-  }
-};
-
-struct GemmW8 {
-  using Weight = GemmW8Weight;
-  static constexpr GemmFormatBytes BYTES = GEMM_EIGHT_BIT;
-  static constexpr int SCALE_WARPS = 0;
-};
-
-// One thread: x and the codes of every k tile, each by one copy, since every copy takes the copy engine 45 ns whatever its
-// size. What lies beyond the last token or row tile is zero.
-template <int SHAPE>
-__device__ __forceinline__ void feed_w8(const GemmArgs<GemmW8Weight>& args, const CUtensorMap& x,
-                                        const GemmRing<GemmW8, SHAPE>& ring) {
-  constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  GemmPosition<S.stages> at(1);
-  GemmPieces piece(args.cut, blockIdx.x);
-  while (piece.next()) {
-    const OutTile out(args.cut, piece.tile);
-    for (int k = piece.begin; k < piece.end; ++k) {
-      mbarrier_wait(ring.empty(at.stage), at.phase);
-      mbarrier_arrive_expect_tx(ring.full(at.stage), S.x_bytes() + S.row_tiles() * GemmW8::BYTES.codes);
-      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.codes, 0, k, out.row_block * S.row_tiles(), ring.full(at.stage));
-      cp_async_bulk_tensor_2d(ring.x(at.stage), &x, k * GEMM_K, out.token_tile * S.tokens, ring.full(at.stage));
-      at.step();
-    }
-  }
+// The eight fragment registers that a lane's 16 bytes of a row tile are: two k16 steps.
+template <class Code, class T>
+__device__ __forceinline__ void convert_fragments(uint4 codes, uint32_t (&first)[4], uint32_t (&second)[4]) {
+  const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) first[i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) second[i] = Convert8<T, true>::template pair_of<Code>(word[2 + i / 2], i % 2);
 }
 
-// One warp of a consumer.
-template <class Code, class T, int SHAPE>
-struct GemmW8Consumer {
-  static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  const GemmRing<GemmW8, SHAPE>& ring;
-  const int row_tile, lane;  // row_tile: of the warp in the first row group
-  GemmPosition<S.stages> at{0};
-  int used = -1;             // stage whose last wgmma may still be under way
-  uint32_t words[S.row_groups][8];  // of the k tile in hand, two a step
-  uint32_t a[4][S.row_groups][4];
-  float sums[S.row_groups][S.tokens / 2];
+// What one warp of a consumer has in hand, whatever the number of tokens.
+template <class T, int SHAPE>
+struct GemmW8Hand {
+  static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
+  const GemmW8Ring<SHAPE>& ring;
+  const int row_tile, lane;  // row_tile: of the warp, in a row block
+  GemmW8Position<S.stages> at{0};
+  int used = -1;  // stage whose wgmma may still be under way
+  float sums[S.lane_results()];
 
-  __device__ __forceinline__ void load(int stage) {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      const uint32_t codes = ring.codes(stage, row_tile + 4 * r) + lane * LANE_BYTES;
-      const uint4 u = ld_shared_u32x4(codes), v = ld_shared_u32x4(codes + TILE_BYTES);
-      words[r][0] = u.x, words[r][1] = u.y, words[r][2] = u.z, words[r][3] = u.w;
-      words[r][4] = v.x, words[r][5] = v.y, words[r][6] = v.z, words[r][7] = v.w;
-    }
+  __device__ __forceinline__ uint4 codes(int stage, int half) const {
+    return ld_shared_u32x4(ring.codes(stage) + (row_tile * 2 + half) * TILE_BYTES + lane * LANE_BYTES);
   }
-
-  __device__ __forceinline__ void convert(int step) {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) a[step][r][i] = Convert8<T, true>::template pair_of<Code>(words[r][2 * step + i / 2], i % 2);
-    }
-  }
-
-  __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
-    wgmma_fence();
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) wgmma_m64k16<T>(sums[r], a[s][r], x + 2 * s, add);
-    wgmma_commit_group();
-    wgmma_wait_group<2>();
-  }
-
-  __device__ __forceinline__ void release() {
+  __device__ __forceinline__ void wait_full() const { mbarrier_wait(ring.full(at.stage), at.phase); }
+  __device__ __forceinline__ void release() const {
     __syncwarp();
     if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
   }
 
-  // Before the first k tile: its first two steps.
+  // After this the sums may be read.
+  __device__ __forceinline__ void finish() {
+    wgmma_wait_group<0>();
+    release();
+    used = -1;
+  }
+};
+
+// Many tokens. Fragments of four k16 steps take turns.
+template <class Code, class T, int SHAPE>
+struct GemmW8Steps : GemmW8Hand<T, SHAPE> {
+  uint4 words[2];
+  uint32_t a[4][4];
+
+  __device__ __forceinline__ void load() {
+    this->wait_full();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) words[half] = this->codes(this->at.stage, half);
+  }
+
+  __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
+    wgmma_fence();
+    wgmma_m64k16<T>(this->sums, a[s], x + 2 * s, add);
+    wgmma_commit_group();
+    wgmma_wait_group<2>();
+  }
+
+  __device__ __forceinline__ void convert(int s) {
+    const uint4 v = words[s / 2];
+    const uint32_t word[2] = {s % 2 ? v.z : v.x, s % 2 ? v.w : v.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[s][i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
+  }
+
+  // Before the first k tile.
   __device__ __forceinline__ void start() {
-    mbarrier_wait(ring.full(0), 0);
-    load(0);
+    load();
     convert(0);
     convert(1);
   }
 
   // One k tile, added to the sums or in their place, and the first steps of the next one converted if there are `more`.
   __device__ __forceinline__ void multiply(bool add, bool more) {
-    const int stage = at.stage;
-    const uint64_t x = wgmma_descriptor(ring.x(stage));
-    at.step();
+    const int stage = this->at.stage;
+    const uint64_t x = wgmma_descriptor(this->ring.x(stage));
+    this->at.step();
     step(0, x, add);
     convert(2);
     step(1, x, true);
     convert(3);
-    release();  // every wgmma of the k tile before is complete
-    used = stage;
-    if (more) {
-      mbarrier_wait(ring.full(at.stage), at.phase);
-      load(at.stage);
-    }
+    this->release();  // every wgmma of the k tile before is complete
+    this->used = stage;
+    if (more) load();
     step(2, x, true);
     convert(0);
     step(3, x, true);
     convert(1);
   }
-
-  // The sums may be read.
-  __device__ __forceinline__ void finish() {
-    wgmma_wait_group<0>();
-    release();
-    used = -1;
-  }
 };
 
-// The same for few tokens, whose wgmma are short: all of a k tile at once, and the next k tile converted meanwhile.
+// Few tokens, whose wgmma are short. Fragments of two k tiles take turns.
 template <class Code, class T, int SHAPE>
-struct GemmW8Batch {
-  static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  const GemmRing<GemmW8, SHAPE>& ring;
-  const int row_tile, lane;
-  GemmPosition<S.stages> at{0};
-  int used = -1;             // stage whose wgmma may still be under way
-  bool odd = false;          // which half of `a` is next
-  uint32_t a[2][4][S.row_groups][4];
-  float sums[S.row_groups][S.tokens / 2];
+struct GemmW8Tiles : GemmW8Hand<T, SHAPE> {
+  bool odd = false;  // which half of `a` is next
+  uint32_t a[2][4][4];
 
   template <int HALF>
-  __device__ __forceinline__ void convert(int stage) {
-    uint4 codes[S.row_groups][2];
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      const uint32_t from = ring.codes(stage, row_tile + 4 * r) + lane * LANE_BYTES;
-      codes[r][0] = ld_shared_u32x4(from), codes[r][1] = ld_shared_u32x4(from + TILE_BYTES);
-    }
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint4 v = codes[r][half];
-        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          a[HALF][2 * half + i / 4][r][i % 4] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
-        }
-      }
-    }
-  }
-
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
-  }
-
-  __device__ __forceinline__ void start() {
-    mbarrier_wait(ring.full(0), 0);
-    convert<0>(0);
+  __device__ __forceinline__ void convert() {
+    this->wait_full();
+    const uint4 first = this->codes(this->at.stage, 0), second = this->codes(this->at.stage, 1);
+    convert_fragments<Code, T>(first, a[HALF][0], a[HALF][1]);
+    convert_fragments<Code, T>(second, a[HALF][2], a[HALF][3]);
   }
 
   template <int HALF>
   __device__ __forceinline__ void tile(bool add, bool more) {
-    const int stage = at.stage;
-    const uint64_t x = wgmma_descriptor(ring.x(stage));
-    at.step();
+    const int stage = this->at.stage;
+    const uint64_t x = wgmma_descriptor(this->ring.x(stage));
+    this->at.step();
     wgmma_fence();
 #pragma unroll
-    for (int s = 0; s < 4; ++s) {
-#pragma unroll
-      for (int r = 0; r < S.row_groups; ++r) wgmma_m64k16<T>(sums[r], a[HALF][s][r], x + 2 * s, add || s > 0);
-    }
+    for (int s = 0; s < 4; ++s) wgmma_m64k16<T>(this->sums, a[HALF][s], x + 2 * s, add || s > 0);
     wgmma_commit_group();
-    if (more) mbarrier_wait(ring.full(at.stage), at.phase);
     wgmma_wait_group<1>();
-    release();
-    used = stage;
-    if (more) convert<HALF ^ 1>(at.stage);
+    this->release();
+    this->used = stage;
+    if (more) convert<HALF ^ 1>();
   }
 
+  __device__ __forceinline__ void start() { convert<0>(); }
   __device__ __forceinline__ void multiply(bool add, bool more) {
     if (odd) tile<1>(add, more);
     else tile<0>(add, more);
     odd = !odd;
   }
+};
 
-  __device__ __forceinline__ void finish() {
-    wgmma_wait_group<0>();
-    release();
-    used = -1;
-  }
+// Registers of a thread: the block starts with an equal share for all, and the feeding warpgroup gives most of its own away.
+struct GemmW8Registers {
+  int feeder, consumer;
+
+  NF4L_HD constexpr explicit GemmW8Registers(int consumers)
+      : feeder(consumers == 2 ? 40 : 32),
+        consumer((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1) - feeder) / consumers / 8 * 8) {}
 };
 
 template <class Code, class T, int SHAPE>
-__global__ void __launch_bounds__(GemmShape::threads(), 1)
-    gemm_w8_kernel(const __grid_constant__ GemmArgs<GemmW8Weight> args, const __grid_constant__ CUtensorMap x,
-                   const __grid_constant__ CUtensorMap y) {
+__device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp, int lane) {
+  constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
+  using Hand = std::conditional_t<S.tokens <= 128, GemmW8Tiles<Code, T, SHAPE>, GemmW8Steps<Code, T, SHAPE>>;
+  Hand hand = {{ring, warp, lane}};
+  const GemmW8Finish<T, SHAPE> finish = {args, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
+  GemmPieces piece(args.cut, blockIdx.x);
+  int left = piece.k_tiles_left();
+  if (left > 0) hand.start();
+  while (piece.next()) {
+    finish.prefetch(piece);
+    for (int k = piece.begin; k < piece.end; ++k) hand.multiply(k > piece.begin, --left > 0);
+    hand.finish();
+    finish(hand.sums, piece);
+  }
+}
+
+template <class Code, class T, int SHAPE>
+__global__ void __launch_bounds__(GEMM_W8_SHAPES[SHAPE].threads(), 1) gemm_w8_kernel(const __grid_constant__ GemmW8Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
-  constexpr GemmShape S = GEMM_SHAPES[SHAPE];
+  constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
+  constexpr GemmW8Registers REGISTERS(S.consumers);
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
-  const GemmRing<GemmW8, SHAPE> ring = {smem_address(smem)};
-  if (warp >= S.CONSUMERS * 4) {
-    setmaxnreg_dec<40>();
-    if (warp == S.CONSUMERS * 4 && lane == 0) ring.init();
+  const GemmW8Ring<SHAPE> ring = {smem_address(smem)};
+  if (warp >= S.consumers * 4) {
+    setmaxnreg_dec<REGISTERS.feeder>();
+    const bool feeds = warp == S.consumers * 4 && lane == 0;
+    const GemmW8Feeder<SHAPE> feeder = {args, ring};
+    if (feeds) {
+      ring.init();
+      feeder.fill();
+    }
     __syncthreads();
-    if (warp == S.CONSUMERS * 4 && lane == 0) {
+    if (feeds) {
       grid_wait();
-      feed_w8<SHAPE>(args, x, ring);
+      feeder.run();
     }
   } else {
-    setmaxnreg_inc<232>();
+    setmaxnreg_inc<REGISTERS.consumer>();
     __syncthreads();
     grid_wait();  // slots, flags and y may be in use until then
-    const int warpgroup = warp / 4;
-    using Consumer = std::conditional_t<S.tokens <= 128, GemmW8Batch<Code, T, SHAPE>, GemmW8Consumer<Code, T, SHAPE>>;
-    Consumer consumer = {ring, warpgroup * S.group_rows() / TILE_ROWS + warp % 4, lane};
-    const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * S.out_buffers * GemmShared::out_bytes();
-    const GemmFinish<T, GemmW8Weight, SHAPE> finish = {args, y, buffers, warpgroup, warp % 4 * WARP + lane};
-    GemmPieces piece(args.cut, blockIdx.x);
-    int left = piece.k_tiles_left();
-    if (left > 0) consumer.start();
-    while (piece.next()) {
-      finish.prefetch(piece);
-      for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, --left > 0);
-      consumer.finish();
-      finish(consumer.sums, piece);
-    }
-    if (finish.thread == 0) cp_async_bulk_wait_group_read<0>();
+    gemm_w8_consume<Code, T, SHAPE>(args, ring, warp, lane);
   }
 #endif
 }

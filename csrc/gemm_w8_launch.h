@@ -12,7 +12,7 @@ namespace nf4l {
 // Launches `plan` on the current device `device`; Code (codebook.h) is the kind of codes, T the 16-bit type of x, y and bias.
 // Arguments are checked already.
 template <class Code, class T>
-int run_gemm_w8(const GemmPlan& plan, const nf4l_weight& weight, const nf4l_linear_args& args, int device,
+int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& weight, const nf4l_linear_args& args, int device,
                 const DeviceInfo& info, cudaStream_t stream);
 
 }  // namespace nf4l

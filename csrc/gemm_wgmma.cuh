@@ -121,7 +121,7 @@ __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Wei
     grid_wait();
     feed(args, x, ring, lane);
   } else if (warp <= Format::SCALE_WARPS) {
-    Format::template produce_scales<SHAPE>(args, ring, (warp - 1) * WARP + lane);
+    Format::produce_scales(args, ring, (warp - 1) * WARP + lane);
   }
 }
 
@@ -136,7 +136,7 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
 
   const int row_tile = warpgroup * S.group_rows() / TILE_ROWS + warp % 4;
   GemmConsumer<Format, T, SHAPE> consumer = {ring, {warpgroup}, row_tile, lane, {ring.smem, lane}};
-  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * S.out_buffers * GemmShared::out_bytes();
+  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * GemmShared::out_bytes();
   const GemmFinish<T, typename Format::Weight, SHAPE> finish = {args, y, buffers, warpgroup, warp % 4 * WARP + lane};
 
   GemmPieces piece(args.cut, blockIdx.x);

@@ -23,7 +23,7 @@ struct GemmFinish {
   using Sums = float[S.row_groups][RESULTS];
   const GemmArgs<Weight>& args;
   const CUtensorMap& y;
-  const uint32_t buffers;  // S.out_buffers
+  const uint32_t buffers;  // two
   const int warpgroup, thread;
 
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + warpgroup) : "memory"); }
@@ -40,17 +40,7 @@ struct GemmFinish {
       return;
     }
     if (piece.end < args.cut.k_tiles) collect(sums, (piece.tile - args.cut.whole_tiles + 1) * args.cut.k_tiles);
-    const OutTile out(args.cut, piece.tile);
-    scale_rows(sums, out);
-    if constexpr (Weight::TRANSPOSABLE) {
-      if (args.transposed) return store<true>(sums, out);
-    }
-    store<false>(sums, out);
-  }
-
-  // Asks for what the rows of a piece will need at its end.
-  __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
-    if (piece.begin == 0) args.prefetch_rows(OutTile(args.cut, piece.tile).row_block * S.block_rows() + warpgroup * S.group_rows() + thread % S.group_rows());
+    store(sums, OutTile(args.cut, piece.tile));
   }
 
   __device__ __forceinline__ float4* slot(int block) const {
@@ -97,99 +87,40 @@ struct GemmFinish {
     }
   }
 
-  // First row of a row group, and a lane's in it: g of its warp's 16.
-  __device__ __forceinline__ int group_row(OutTile out, int r) const {
-    return out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS;
-  }
-  __device__ __forceinline__ int lane_row() const { return thread / WARP * TILE_ROWS + thread % WARP / 4; }
-
-  // The weight's scale of each row, where it has one, and the bias.
-  __device__ __forceinline__ void scale_rows(Sums& sums, OutTile out) const {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = group_row(out, r) + lane_row() + 8 * h;
-        const float scale = args.row_scale(row), bias = bias_of(row);
-#pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-          sums[r][4 * i + 2 * h] = fmaf(sums[r][4 * i + 2 * h], scale, bias);
-          sums[r][4 * i + 2 * h + 1] = fmaf(sums[r][4 * i + 2 * h + 1], scale, bias);
-        }
-      }
-    }
-  }
-
-  // To y [m, n], or transposed to y [n, m]. Where there is a buffer for every piece, none is waited for and all pieces leave
-  // together.
-  template <bool TRANSPOSED>
+  // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight; y wants neighbouring rows together, so
+  // 8x8 matrices are transposed on the way into a buffer [STORE_TOKENS][64], which is swizzled as the copy engine does.
   __device__ __forceinline__ void store(const Sums& sums, OutTile out) const {
     constexpr int STEPS = S.tokens / S.STORE_TOKENS;
-    constexpr bool ALL = S.out_buffers == S.row_groups * STEPS;
-    static_assert(ALL || (S.out_buffers == 2 && S.row_groups * STEPS % 2 == 0), "buffers take turns");
-    if (ALL) begin_buffers<0>();
-#pragma unroll
-    for (int i = 0; i < S.row_groups * STEPS; ++i) {
-      const int r = i / STEPS, step = i % STEPS;
-      if (!ALL) begin_buffers<1>();
-      write<TRANSPOSED>(sums[r] + step * (S.STORE_TOKENS / 8) * 4, buffer(i));
-      if (!ALL) {
-        end_buffers();
-        send<TRANSPOSED>(buffer(i), out, r, step);
-      }
-    }
-    if (ALL) {
-      end_buffers();
-#pragma unroll
-      for (int i = 0; i < S.row_groups * STEPS; ++i) send<TRANSPOSED>(buffer(i), out, i / STEPS, i % STEPS);
-    }
-  }
-
-  __device__ __forceinline__ uint32_t buffer(int i) const { return buffers + i % S.out_buffers * GemmShared::out_bytes(); }
-
-  // Returns when all but the last `PENDING` pieces have left their buffers.
-  template <int PENDING>
-  __device__ __forceinline__ void begin_buffers() const {
-    if (thread == 0) cp_async_bulk_wait_group_read<PENDING>();
-    sync();
-  }
-  __device__ __forceinline__ void end_buffers() const {
-    if (args.copy_out) fence_proxy_async();
-    sync();
-  }
-
-  // 64 rows and STORE_TOKENS tokens into a buffer [STORE_TOKENS][64], or transposed [64][STORE_TOKENS], swizzled as the copy
-  // engine does for rows of 128 and of 64 bytes. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each
-  // eight.
-  template <bool TRANSPOSED>
-  __device__ __forceinline__ void write(const float* values, uint32_t buffer) const {
+    static_assert(S.row_groups * STEPS % 2 == 0, "buffers take turns");
     const int lane = thread % WARP, warp = thread / WARP;
-    static_assert(S.STORE_TOKENS == 32, "rows of 64 bytes");
+    const int first_token = out.token_tile * S.tokens;
 #pragma unroll
-    for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
-      const float* v = values + j * 4;
-      const uint32_t a = round_pair<T>(v[0], v[1]), b = round_pair<T>(v[2], v[3]), c = round_pair<T>(v[4], v[5]),
-                     d = round_pair<T>(v[6], v[7]);
-      if constexpr (TRANSPOSED) {
-        const int line = warp * TILE_ROWS + lane % 16, chunk = j + lane / 16;
-        stmatrix_x4(buffer + line * 64 + ((chunk ^ line / 2 % 4) << 4), a, b, c, d);
-      } else {
-        const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-        stmatrix_x4_trans(buffer + line * 128 + ((chunk ^ lane % 8) << 4), a, b, c, d);
+    for (int r = 0; r < S.row_groups; ++r) {
+      const int first_row = out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS;
+      const float2 bias = {bias_of(first_row + warp * TILE_ROWS + lane / 4), bias_of(first_row + warp * TILE_ROWS + lane / 4 + 8)};
+#pragma unroll
+      for (int step = 0; step < STEPS; ++step) {
+        const uint32_t buffer = buffers + (r * STEPS + step) % 2 * GemmShared::out_bytes();
+        const int token = first_token + step * S.STORE_TOKENS;
+        if (thread == 0) cp_async_bulk_wait_group_read<1>();
+        sync();
+#pragma unroll
+        for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
+          const float* v = sums[r] + (step * (S.STORE_TOKENS / 8) + j) * 4;
+          const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+          stmatrix_x4_trans(buffer + line * 128 + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
+                            round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
+                            round_pair<T>(v[6] + bias.y, v[7] + bias.y));
+        }
+        if (args.copy_out) fence_proxy_async();
+        sync();
+        if (!args.copy_out) {
+          put(buffer, token, first_row);
+        } else if (thread == 0) {
+          if (token < args.m && first_row < args.n) cp_async_bulk_tensor_2d_store(&y, buffer, first_row, token);
+          cp_async_bulk_commit_group();
+        }
       }
-    }
-  }
-
-  template <bool TRANSPOSED>
-  __device__ __forceinline__ void send(uint32_t buffer, OutTile out, int r, int step) const {
-    const int token = out.token_tile * S.tokens + step * S.STORE_TOKENS, row = group_row(out, r);
-    if (!args.copy_out) {
-      put<TRANSPOSED>(buffer, token, row);
-    } else if (thread == 0) {
-      if (token < args.m && row < args.n) {
-        cp_async_bulk_tensor_2d_store(&y, buffer, TRANSPOSED ? token : row, TRANSPOSED ? row : token);
-      }
-      cp_async_bulk_commit_group();
     }
   }
 
@@ -198,17 +129,13 @@ struct GemmFinish {
   }
 
   // A buffer to y where the copy engine cannot: rows of y that do not start at multiples of 16 bytes.
-  template <bool TRANSPOSED>
   __device__ __forceinline__ void put(uint32_t buffer, int token, int row) const {
-    constexpr int LINE = TRANSPOSED ? S.STORE_TOKENS : WARPGROUP_ROWS;  // values
     uint16_t* const y16 = static_cast<uint16_t*>(args.y);
     for (int i = thread; i < S.STORE_TOKENS * WARPGROUP_ROWS; i += WARPGROUP) {
-      const int line = i / LINE, column = i % LINE;
-      const int t = token + (TRANSPOSED ? column : line), n = row + (TRANSPOSED ? line : column);
-      if (t >= args.m || n >= args.n) continue;
-      const int swizzle = TRANSPOSED ? line / 2 % 4 : line % 8;
-      const uint32_t at = buffer + line * LINE * 2 + ((column / 8 ^ swizzle) << 4) + column % 8 * 2;
-      y16[TRANSPOSED ? int64_t(n) * args.m + t : int64_t(t) * args.n + n] = ld_shared_u16(at);
+      const int line = i / WARPGROUP_ROWS, column = i % WARPGROUP_ROWS;
+      if (token + line >= args.m || row + column >= args.n) continue;
+      const uint32_t at = buffer + line * 128 + ((column / 8 ^ line % 8) << 4) + column % 8 * 2;
+      y16[int64_t(token + line) * args.n + row + column] = ld_shared_u16(at);
     }
   }
 };

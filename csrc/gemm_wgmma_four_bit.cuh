@@ -26,10 +26,7 @@
 namespace nf4l {
 
 struct GemmFourBitWeight : FourBitWeight {
-  static constexpr bool TRANSPOSABLE = false;
   float centroids[16];
-
-  __device__ __forceinline__ float row_scale(int) const { return 1.0f; }
 };
 
 struct GemmFourBit {

@@ -5,9 +5,10 @@
 #include <stdint.h>
 
 #include <type_traits>
+#include <utility>
 
 #include "arrivals.h"
-#include "gemm_wgmma_load.cuh"
+#include "gemm_wgmma.cuh"
 #include "gemm_wgmma_launch.h"
 #include "launch.cuh"
 #include "tma.cuh"
@@ -17,17 +18,12 @@ namespace nf4l {
 
 static_assert(MAX_BLOCKS <= ARRIVALS, "every block of a launch has its own flag");
 
-template <class Weight>
-using GemmKernel = void (*)(GemmArgs<Weight>, CUtensorMap, CUtensorMap);
-template <class Weight>
-using GemmLauncher = int (*)(const GemmPlan&, const GemmArgs<Weight>&, const CUtensorMap&, const CUtensorMap&, bool, int, int,
-                             cudaStream_t);
-
-template <class Weight, GemmKernel<Weight> KERNEL>
-int launch_gemm(const GemmPlan& plan, const GemmArgs<Weight>& args, const CUtensorMap& x, const CUtensorMap& y,
-                bool dependent_launch, int device, int shared_limit, cudaStream_t stream) {
+template <class Format, class T, int SHAPE>
+int launch_gemm(const GemmPlan& plan, const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
+                const CUtensorMap& y, bool dependent_launch, int device, int shared_limit, cudaStream_t stream) {
   static KernelState state;
-  const int arch = prepare_kernel(state, reinterpret_cast<const void*>(KERNEL), device, shared_limit);
+  const auto kernel = gemm_wgmma_kernel<Format, T, SHAPE>;
+  const int arch = prepare_kernel(state, reinterpret_cast<const void*>(kernel), device, shared_limit);
   if (arch < 0) return arch;
   cudaLaunchAttribute dependent = {};
   dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -39,21 +35,31 @@ int launch_gemm(const GemmPlan& plan, const GemmArgs<Weight>& args, const CUtens
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = dependent_launch ? 1 : 0;
-  return status_of(cudaLaunchKernelEx(&config, KERNEL, args, x, y));
+  return status_of(cudaLaunchKernelEx(&config, kernel, args, x, y));
 }
 
-// `weight`: the format's part of the arguments; `launch`: the launcher of the plan's shape.
-template <class T, class Weight>
-int run_gemm(const GemmPlan& plan, const Weight& weight, GemmLauncher<Weight> launch, const nf4l_linear_args& l, int device,
+template <class Weight>
+using GemmLauncher = int (*)(const GemmPlan&, const GemmArgs<Weight>&, const CUtensorMap&, const CUtensorMap&, bool, int, int,
+                             cudaStream_t);
+
+// The launcher of each compiled shape, in the order of GEMM_SHAPES.
+template <class Format, class T, size_t... I>
+GemmLauncher<typename Format::Weight> gemm_launcher(int shape, std::index_sequence<I...>) {
+  static constexpr GemmLauncher<typename Format::Weight> launchers[] = {launch_gemm<Format, T, int(I)>...};
+  return launchers[shape];
+}
+
+// `weight`: the format's part of the arguments.
+template <class Format, class T>
+int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const nf4l_linear_args& l, int device,
              const DeviceInfo& info, cudaStream_t stream) {
-  GemmArgs<Weight> a = {};
-  static_cast<Weight&>(a) = weight;
+  GemmArgs<typename Format::Weight> a = {};
+  static_cast<typename Format::Weight&>(a) = weight;
   a.bias = l.bias;
   a.y = l.y;
   a.m = int(l.m);
   a.cut = plan.cut;
-  a.transposed = l.flags & NF4L_TRANSPOSED_OUTPUT;
-  a.copy_out = (a.transposed ? a.m : a.n) % 8 == 0 && aligned(l.y, 16);
+  a.copy_out = a.n % 8 == 0 && aligned(l.y, 16);
   if (plan.workspace_bytes > 0) {
     if (!l.workspace || int64_t(l.workspace_bytes) < plan.workspace_bytes || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
     a.slots = static_cast<float4*>(l.workspace);
@@ -67,10 +73,9 @@ int run_gemm(const GemmPlan& plan, const Weight& weight, GemmLauncher<Weight> la
   CUtensorMap x, y = {};
   if (const int status = encode_matrix16(x, HALF, l.x, l.m, k, row_bytes, shape.tokens)) return status;
   if (a.copy_out) {
-    const int status = a.transposed ? encode_rows64(y, HALF, l.y, a.n, l.m, WARPGROUP_ROWS)
-                                    : encode_matrix16(y, HALF, l.y, l.m, a.n, int64_t(a.n) * 2, GemmShape::STORE_TOKENS);
-    if (status) return status;
+    if (const int status = encode_matrix16(y, HALF, l.y, l.m, a.n, int64_t(a.n) * 2, GemmShape::STORE_TOKENS)) return status;
   }
+  const auto launch = gemm_launcher<Format, T>(plan.shape, std::make_index_sequence<GEMM_SHAPE_COUNT>());
   return launch(plan, a, x, y, l.flags & NF4L_DEPENDENT_LAUNCH, device, info.shared_bytes, stream);
 }
 

@@ -22,7 +22,6 @@ struct GemmArgs : Weight {
   int m;
   GemmCut cut;
   bool copy_out;     // y may be written by the copy engine
-  bool transposed;   // y is [n, m]
 };
 
 // Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.

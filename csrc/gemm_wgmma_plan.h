@@ -18,7 +18,6 @@ struct GemmShape {
   int tokens;      // the n of wgmma
   int row_groups;  // of a warpgroup: 64 rows each, the m of wgmma
   int stages;      // of the ring
-  int out_buffers; // of a warpgroup, for its part of y on the way out: two that take turns, or all there are
 
   static constexpr int CONSUMERS = 2;
   static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
@@ -33,11 +32,8 @@ struct GemmShape {
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {
-    {96, 2, 6, 2}, {128, 2, 5, 2}, {128, 1, 6, 2}, {192, 1, 5, 2}, {256, 1, 4, 2},
-    {32, 2, 9, 2}, {64, 1, 10, 2}, {64, 2, 7, 4}, {128, 1, 7, 4}, {256, 1, 5, 2}, {256, 1, 4, 8},
-};
-constexpr int GEMM_SHAPE_COUNT = 5, GEMM_W8_SHAPE_COUNT = 6;  // of 4-bit weights, and behind them of 8-bit ones
+constexpr GemmShape GEMM_SHAPES[] = {{96, 2, 6}, {128, 2, 5}, {128, 1, 6}, {192, 1, 5}, {256, 1, 4}};
+constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
 struct GemmFormatBytes {
@@ -46,12 +42,11 @@ struct GemmFormatBytes {
   int scales; // the same
 };
 constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, TILE_BYTES, TILE_ROWS * 4};
-constexpr GemmFormatBytes GEMM_EIGHT_BIT = {0, 2 * TILE_BYTES, 0};
 
 // Byte offsets in a block's shared memory. The decoding table is at 0; what is swizzled begins at multiples of 1024.
 struct GemmShared {
   int x;         // [stages][tokens][64], 16 bit
-  int out;       // [warpgroups][out_buffers][STORE_TOKENS][64], 16 bit: y on its way out
+  int out;       // [warpgroups][2][STORE_TOKENS][64], 16 bit: y on its way out
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
   int barriers;  // uint64 [stages][full, empty]
@@ -62,7 +57,7 @@ struct GemmShared {
   NF4L_HD constexpr GemmShared(GemmShape shape, GemmFormatBytes format)
       : x(format.table),
         out(x + shape.stages * shape.x_bytes()),
-        codes(out + GemmShape::CONSUMERS * shape.out_buffers * out_bytes()),
+        codes(out + GemmShape::CONSUMERS * 2 * out_bytes()),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
         total(barriers + shape.stages * 16) {}
