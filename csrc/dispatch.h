@@ -7,22 +7,15 @@
 
 #include <stdint.h>
 
-#include "gemm_w8_plan.h"
+#include "device_info.h"
+#include "dispatch_w8.h"
 #include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
-#include "small_w8_plan.h"
 #include "small_wgmma_plan.h"
 #include "validate.h"
 
 namespace nf4l {
-
-struct DeviceInfo {
-  int arch;          // 80, 86, 89, 90, ...
-  int sms;
-  int shared_bytes;  // most that one block may use
-  bool wgmma;        // the library holds code for this very GPU that may use it
-};
 
 // nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
 enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, gemm_w8 };
@@ -75,13 +68,6 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {17, 32, 0, 100'000'000, ANY, small_wgmma_shape(32, 4, 1)},         // 28672x4096 34.9 (35.9), 57344x8192 109.5 (119)
     {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2, 2)},           // 4096x4096 13.4 (20.9), 1024x4096 11.0 (10.9)
 };
-// 8-bit weights.
-constexpr LaunchRow W8_TABLE[] = {
-    {80, 999, 1, 1, ANY, small_w8_shape(1, 1, 8), ANY, ANY},
-    {80, 999, 2, 8, ANY, small_w8_shape(1, 8, 8), 128, 64},
-    {80, 999, 9, 16, ANY, small_w8_shape(1, 16, 8), 64, 40},
-    {80, 999, 17, 32, ANY, small_w8_shape(2, 32, 8), 0, 32},
-};
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
 
@@ -95,10 +81,10 @@ struct Launch {
 };
 
 // Slices of the inputs that a row asks for.
-inline int wanted_slices(const LaunchRow& row, int row_tiles, int sms, int64_t n, int64_t k_tiles) {
+inline int wanted_slices(const LaunchRow& row, int sms, int64_t n, int64_t k_tiles) {
   const int64_t slices = k_tiles <= row.whole_tiles ? 1 : ceil_div(k_tiles, row.slice_tiles);
   // Few rows leave SMs without work: cut the inputs further, sixteen tiles a slice at least.
-  const int64_t groups = ceil_div(n, TILE_ROWS * row_tiles);
+  const int64_t groups = ceil_div(n, TILE_ROWS * SMALL_BATCH_SHAPES[row.shape].row_tiles);
   const int64_t idle = sms / groups, most = k_tiles / 16;
   return int(slices < idle && slices < most ? (idle < most ? idle : most) : slices);
 }
@@ -114,16 +100,17 @@ struct Picker {
   const nf4l_weight& w;
   const nf4l_linear_args& a;
   Launch& launch;
+  const FourBitProblem problem = four_bit_problem(w);
 
   bool small_batch(int shape, int slices) {
-    if (!plan_small_batch(four_bit_problem(w), shape, slices, device.sms, device.shared_bytes, launch.small_batch)) return false;
+    if (!plan_small_batch(problem, shape, slices, device.sms, device.shared_bytes, launch.small_batch)) return false;
     launch.engine = Engine::small_batch;
     return true;
   }
 
   bool small_wgmma(int shape, int least_units) {
     if (!device.wgmma || !aligned(w.scales, 16)) return false;  // scales are copied 16 bytes at a time
-    if (!plan_small_wgmma(four_bit_problem(w), shape, least_units, device.sms, device.shared_bytes, launch.small_wgmma)) return false;
+    if (!plan_small_wgmma(problem, shape, least_units, device.sms, device.shared_bytes, launch.small_wgmma)) return false;
     launch.engine = Engine::small_wgmma;
     return true;
   }
@@ -160,42 +147,11 @@ struct Picker {
     for (const LaunchRow& row : LAUNCH_TABLE) {
       if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
       if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
-      const int row_tiles = SMALL_BATCH_SHAPES[row.shape].row_tiles;
-      return small_batch(row.shape, wanted_slices(row, row_tiles, device.sms, w.n, w.k / TILE_K4));
+      return small_batch(row.shape, wanted_slices(row, device.sms, w.n, w.k / TILE_K4));
     }
     return false;
   }
 };
-
-// 8-bit weights: the tuning flags' shape, else the table's.
-inline bool pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf4l_linear_args& a, Launch& launch) {
-  const EightBitProblem problem = {w.n, w.k, int(w.blocksize / TILE_K4)};
-  const auto plan = [&](int shape, int slices) {
-    if (!plan_small_w8(problem, shape, slices, device.sms, device.shared_bytes, launch.small_w8)) return false;
-    launch.engine = Engine::small_w8;
-    return true;
-  };
-  // Group scales would have to be applied in its loop.
-  const auto gemm = [&](int shape, bool cut) {
-    if (!device.wgmma || w.blocksize > 0) return false;
-    if (!plan_gemm_w8(a.m, w.n, w.k, shape, cut, device.sms, device.shared_bytes, launch.gemm_w8)) return false;
-    launch.engine = Engine::gemm_w8;
-    return true;
-  };
-  if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
-    const int cut = a.flags >> NF4L_TUNE_SLICES_SHIFT & 255;
-    if (shape <= SMALL_W8_SHAPE_COUNT) return a.m <= SMALL_W8_SHAPES[shape - 1].tokens && plan(shape - 1, cut > 0 ? cut : 1);
-    const int gemm_shape = shape - 1 - SMALL_W8_SHAPE_COUNT;
-    return gemm_shape < GEMM_W8_SHAPE_COUNT && gemm(gemm_shape, cut != 1);
-  }
-  for (const LaunchRow& row : W8_TABLE) {
-    if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
-    if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
-    const int row_tiles = SMALL_W8_SHAPES[row.shape].row_tiles;
-    return plan(row.shape, wanted_slices(row, row_tiles, device.sms, w.n, w.k / TILE_K4));
-  }
-  return false;
-}
 
 // The engine for a call; arguments are checked already (validate.h).
 inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_linear_args& a) {
@@ -206,8 +162,15 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   }
   if (a.dtype == NF4L_F32) return launch;
   if (!aligned(a.x, 16) || (a.m > 1 && a.x_stride % 8)) return launch;  // activations are copied 16 bytes at a time
-  if (w.layout == NF4L_TILE16X32 && w.k % TILE_K4 == 0) pick_w8(device, w, a, launch);
-  if (w.layout != NF4L_TILE16X64) return launch;
+  if (w.layout == NF4L_TILE16X32) {
+    const W8Launch picked = pick_w8(device, w, a);
+    if (picked.engine == W8Launch::small) launch.engine = Engine::small_w8;
+    if (picked.engine == W8Launch::gemm) launch.engine = Engine::gemm_w8;
+    launch.small_w8 = picked.small_plan;
+    launch.gemm_w8 = picked.gemm_plan;
+  }
+  // Engines for 4-bit weights write y as it is.
+  if (w.layout != NF4L_TILE16X64 || a.flags & NF4L_TRANSPOSED_OUTPUT) return launch;
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);

@@ -34,6 +34,13 @@ constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
 };
 constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
 
+// Index of the shape with so many tokens; asking for another at compile time does not compile.
+constexpr int gemm_w8_shape(int tokens) {
+  int i = 0;
+  while (GEMM_W8_SHAPES[i].tokens != tokens) ++i;
+  return i;
+}
+
 // Byte offsets in a block's shared memory; what is swizzled begins at multiples of 1024.
 struct GemmW8Shared {
   int x;         // [stages][tokens][64], 16 bit

@@ -38,19 +38,19 @@ int launch_small_w8(const SmallW8Plan& plan, SmallW8Args args, int device, int s
 using SmallW8Launcher = int (*)(const SmallW8Plan&, SmallW8Args, int, int, cudaStream_t);
 
 // The launcher of each compiled shape, in the order of SMALL_W8_SHAPES.
-template <class Code, class T, bool GROUPED, size_t... I>
-SmallW8Launcher small_w8_launcher(int shape, std::index_sequence<I...>) {
-  static constexpr SmallW8Launcher launchers[] = {launch_small_w8<Code, T, int(I), GROUPED>...};
-  return launchers[shape];
+template <class Code, class T, size_t... I>
+SmallW8Launcher small_w8_launcher(int shape, bool grouped, std::index_sequence<I...>) {
+  static constexpr SmallW8Launcher launchers[2][SMALL_W8_SHAPE_COUNT] = {
+      {launch_small_w8<Code, T, int(I), false>...},
+      {launch_small_w8<Code, T, int(I), true>...},
+  };
+  return launchers[grouped][shape];
 }
 
 template <class T>
 int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l, int device,
                  const DeviceInfo& info, cudaStream_t stream) {
   SmallW8Args a = small_w8_args(plan, w, l);
-  const int cap = l.flags >> 24 & 15;
-  SmallW8Plan& p2 = const_cast<SmallW8Plan&>(plan);
-  if (cap && cap < plan.stages) { a.stages = cap; p2.shared_bytes = SmallW8Shared(SMALL_W8_SHAPES[plan.shape], int(w.blocksize / 64), plan.slice_tiles, cap).total; }
   if (plan.slices > 1) {
     const bool large_enough = l.workspace && int64_t(l.workspace_bytes) >= plan.workspace_bytes;
     if (!large_enough || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
@@ -60,7 +60,8 @@ int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& w, const nf4l_linea
     if (const int status = claim_arrivals(a.arrivals, device, stream, spare)) return status;
   }
   const auto all = std::make_index_sequence<SMALL_W8_SHAPE_COUNT>();
-  const auto launch = w.format == NF4L_W8_S8 ? (w.blocksize ? small_w8_launcher<W8S8, T, true>(plan.shape, all) : small_w8_launcher<W8S8, T, false>(plan.shape, all)) : (w.blocksize ? small_w8_launcher<W8U8, T, true>(plan.shape, all) : small_w8_launcher<W8U8, T, false>(plan.shape, all));
+  const auto launch = w.format == NF4L_W8_S8 ? small_w8_launcher<W8S8, T>(plan.shape, w.blocksize > 0, all)
+                                             : small_w8_launcher<W8U8, T>(plan.shape, w.blocksize > 0, all);
   return launch(plan, a, device, info.shared_bytes, stream);
 }
 

@@ -18,17 +18,14 @@ struct EightBitProblem {
 
 // Everything that is compiled, for each 16-bit type and with both kinds of scales.
 constexpr SmallBatchShape SMALL_W8_SHAPES[] = {
-    {1, 1, 8}, {1, 1, 16}, {1, 8, 8}, {1, 8, 16}, {1, 16, 8}, {2, 16, 8}, {2, 32, 8},
+    {1, 1, 8}, {1, 8, 8}, {1, 16, 8}, {2, 32, 8},
 };
 constexpr int SMALL_W8_SHAPE_COUNT = sizeof(SMALL_W8_SHAPES) / sizeof(SMALL_W8_SHAPES[0]);
 
 // Index of a compiled shape; asking for another at compile time does not compile.
-constexpr int small_w8_shape(int row_tiles, int tokens, int warps) {
+constexpr int small_w8_shape(int row_tiles, int tokens) {
   int i = 0;
-  while (SMALL_W8_SHAPES[i].row_tiles != row_tiles || SMALL_W8_SHAPES[i].tokens != tokens ||
-         SMALL_W8_SHAPES[i].warps != warps) {
-    ++i;
-  }
+  while (SMALL_W8_SHAPES[i].row_tiles != row_tiles || SMALL_W8_SHAPES[i].tokens != tokens) ++i;
   return i;
 }
 
@@ -36,7 +33,7 @@ constexpr int W8_TILE_BYTES = 2 * TILE_BYTES;  // of 16 rows x 64 inputs: two ti
 
 // Byte offsets in a block's shared memory. A ring of each warp's own holds the bursts on their way.
 struct SmallW8Shared {
-  static constexpr int MOST_STAGES = 8;
+  static constexpr int MOST_STAGES = 3;  // more weights on their way only keep the activations waiting
 
   // One burst of one row group: codes, then group scales, float [row_tiles][groups of the burst][16].
   NF4L_HD static constexpr int scale_bytes(SmallBatchShape shape, int group_tiles) {
@@ -89,14 +86,18 @@ inline bool plan_small_w8(const EightBitProblem& p, int shape_index, int slices,
     int64_t parts = sms / cut < 1 ? 1 : sms / cut;
     parts = parts < groups ? parts : groups;
     parts = parts < MAX_PARTS ? parts : MAX_PARTS;
-    // No more stages than a warp has bursts.
+    // No more stages than a warp has bursts, and where it can be, no more than leave room for a block of the next launch.
     const int64_t units = ceil_div(ceil_div(groups, parts) * (slice_tiles / BURST), shape.warps);
-    int stages = int(units < SmallW8Shared::MOST_STAGES ? units : SmallW8Shared::MOST_STAGES);
-    while (stages > 0 && SmallW8Shared(shape, p.group_tiles, int(slice_tiles), stages).total > shared_limit) --stages;
+    const auto shared = [&](int64_t stages) {
+      return SmallW8Shared(shape, p.group_tiles, int(slice_tiles), int(stages)).total;
+    };
+    int64_t stages = units < SmallW8Shared::MOST_STAGES ? units : SmallW8Shared::MOST_STAGES;
+    while (stages > 2 && shared(stages) > shared_limit / 2 - 1024) --stages;
+    while (stages > 0 && shared(stages) > shared_limit) --stages;
     if (stages < 2 && stages < units) continue;
     const int64_t sums = cut > 1 ? cut * groups * shape.lane_results() * 32 * 4 + MAX_PARTS * 4 : 0;
     plan = {shape_index, int(groups), int(parts), int(groups / parts), int(groups % parts), int(cut), int(slice_tiles),
-            stages, SmallW8Shared(shape, p.group_tiles, int(slice_tiles), stages).total, sums};
+            int(stages), int(shared(stages)), sums};
     return true;
   }
   return false;
