@@ -38,8 +38,8 @@ struct GemmW8Row {
   bool cut;
 };
 constexpr GemmW8Row GEMM_W8_TABLE[] = {
-    {17, 32, 0, gemm_w8_shape(32), true},
-    {33, 64, 0, gemm_w8_shape(64), true},
+    {17, 32, 0, gemm_w8_shape(32, 4), true},
+    {33, 64, 0, gemm_w8_shape(64, 4), true},
 };
 
 // One of the two, or neither.

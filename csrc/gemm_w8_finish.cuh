@@ -117,30 +117,33 @@ struct GemmW8Finish {
   // Through buffers [STORE_TOKENS][64 rows], or transposed [64 rows][STORE_TOKENS], that take turns.
   template <bool TRANSPOSED>
   __device__ __forceinline__ void store_by(const Sums& sums, int first_token, int first_row, int end_row) const {
-    constexpr int STEP = S.tokens < S.STORE_TOKENS ? S.tokens : S.STORE_TOKENS, STEPS = S.tokens / STEP;
+    constexpr int STEP = S.STORE_TOKENS;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      const uint32_t buffer = buffers + step % 2 * GemmW8Shared::out_bytes();
-      write<TRANSPOSED, STEP>(sums + step * (STEP / 2), buffer);
+    for (int first = 0; first < S.tokens; first += STEP) {
+      const uint32_t buffer = buffers + first / STEP % 2 * GemmW8Shared::out_bytes();
+      write<TRANSPOSED>(sums, first, buffer);
       sync();
-      read<TRANSPOSED, STEP>(buffer, first_token + step * STEP, first_row, end_row);
+      const int end_token = min(args.m, first_token + (first + STEP < S.tokens ? first + STEP : S.tokens));
+      read<TRANSPOSED>(buffer, first_token + first, end_token, first_row, end_row);
     }
     sync();  // the buffers may be written again
   }
 
-  // Swizzled, so that neither way in nor out meets in banks.
-  template <bool TRANSPOSED, int TOKENS>
-  __device__ __forceinline__ void write(const float* values, uint32_t buffer) const {
+  // Tokens from `first` on, swizzled so that neither way in nor out meets in banks.
+  template <bool TRANSPOSED>
+  __device__ __forceinline__ void write(const Sums& sums, int first, uint32_t buffer) const {
     const int lane = thread % WARP, warp = thread / WARP;
+    const auto pair = [&](int i) { return i < RESULTS ? round_pair<T>(sums[i], sums[i + 1]) : 0; };
 #pragma unroll
-    for (int j = 0; j < TOKENS / 8; j += 2) {
-      const float* v = values + j * 4;
-      const uint32_t a = round_pair<T>(v[0], v[1]), b = round_pair<T>(v[2], v[3]), c = round_pair<T>(v[4], v[5]),
-                     d = round_pair<T>(v[6], v[7]);
+    for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
+      const int i = (first / 8 + j) * 4;
+      if (i >= RESULTS) break;
       if constexpr (TRANSPOSED) {
-        stmatrix_x4(buffer + at<TRANSPOSED>(warp * TILE_ROWS + lane % 16, j + lane / 16), a, b, c, d);
+        stmatrix_x4(buffer + at<TRANSPOSED>(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(i), pair(i + 2), pair(i + 4),
+                    pair(i + 6));
       } else {
-        stmatrix_x4_trans(buffer + at<TRANSPOSED>((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), a, b, c, d);
+        stmatrix_x4_trans(buffer + at<TRANSPOSED>((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), pair(i), pair(i + 2),
+                          pair(i + 4), pair(i + 6));
       }
     }
   }
@@ -151,17 +154,19 @@ struct GemmW8Finish {
     return TRANSPOSED ? line * 64 + ((chunk ^ line / 2 % 4) << 4) : line * 128 + ((chunk ^ line % 8) << 4);
   }
 
-  template <bool TRANSPOSED, int TOKENS>
-  __device__ __forceinline__ void read(uint32_t buffer, int first_token, int first_row, int end_row) const {
-    constexpr int LINES = TRANSPOSED ? WARPGROUP_ROWS : TOKENS, CHUNKS = (TRANSPOSED ? TOKENS : WARPGROUP_ROWS) / 8;
+  // Tokens first_token .. end_token - 1, rows first_row .. end_row - 1, as far as they are in the buffer.
+  template <bool TRANSPOSED>
+  __device__ __forceinline__ void read(uint32_t buffer, int first_token, int end_token, int first_row, int end_row) const {
+    constexpr int LINES = TRANSPOSED ? WARPGROUP_ROWS : S.STORE_TOKENS;
+    constexpr int CHUNKS = (TRANSPOSED ? S.STORE_TOKENS : WARPGROUP_ROWS) / 8;
     const int64_t pitch = TRANSPOSED ? args.m : args.n;
-    const int first_line = TRANSPOSED ? first_row : first_token, lines = (TRANSPOSED ? end_row : args.m) - first_line;
-    const int first_column = TRANSPOSED ? first_token : first_row, columns = (TRANSPOSED ? args.m : end_row) - first_column;
+    const int first_line = TRANSPOSED ? first_row : first_token, lines = (TRANSPOSED ? end_row : end_token) - first_line;
+    const int first_column = TRANSPOSED ? first_token : first_row;
+    const int columns = (TRANSPOSED ? end_token : end_row) - first_column;
     uint16_t* const y = static_cast<uint16_t*>(args.y) + first_line * pitch + first_column;
 #pragma unroll
     for (int i = 0; i < LINES * CHUNKS; i += WARPGROUP) {
       const int line = (i + thread) / CHUNKS, chunk = (i + thread) % CHUNKS, left = columns - chunk * 8;
-      if (LINES * CHUNKS % WARPGROUP && line >= LINES) break;
       if (line >= lines || left <= 0) continue;
       const uint4 v = ld_shared_u32x4(buffer + at<TRANSPOSED>(line, chunk));
       uint16_t* const to = y + line * pitch + chunk * 8;

@@ -30,14 +30,14 @@ struct GemmW8Shape {
 
 // Everything that is compiled, for each kind of codes and 16-bit type.
 constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
-    {16, 4, 11}, {32, 4, 10}, {64, 4, 8}, {128, 2, 8}, {192, 2, 6}, {224, 2, 5}, {256, 2, 5},
+    {32, 4, 9}, {64, 4, 8}, {64, 2, 11}, {128, 2, 8}, {192, 2, 6}, {216, 2, 5}, {256, 2, 5},
 };
 constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
 
-// Index of the shape with so many tokens; asking for another at compile time does not compile.
-constexpr int gemm_w8_shape(int tokens) {
+// Index of a compiled shape; asking for another at compile time does not compile.
+constexpr int gemm_w8_shape(int tokens, int consumers) {
   int i = 0;
-  while (GEMM_W8_SHAPES[i].tokens != tokens) ++i;
+  while (GEMM_W8_SHAPES[i].tokens != tokens || GEMM_W8_SHAPES[i].consumers != consumers) ++i;
   return i;
 }
 
@@ -68,8 +68,8 @@ struct GemmW8Plan {
   int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
 };
 
-// Row tiles of a row block, at most `most`: as many as let the last wave of blocks be as full as the others. Half a block
-// would leave the tensor cores' rows unused.
+// Row tiles of a row block, at most `most`: as many as let the last wave of blocks be as full as the others. For few tokens,
+// where reading is what takes time: rows of the tensor cores stay unused.
 constexpr int64_t fitting_row_tiles(int64_t row_tiles, int64_t token_tiles, int64_t most, int64_t sms) {
   int64_t best = most, best_cost = INT64_MAX;
   for (int64_t tiles = most; tiles > most / 2; --tiles) {
@@ -87,7 +87,8 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   const int64_t token_tiles = ceil_div(m, shape.tokens), row_tiles = ceil_div(n, TILE_ROWS), k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
-  const int64_t block_tiles = cut ? shape.row_tiles() : fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most);
+  const bool fit = !cut && shape.tokens <= 64;
+  const int64_t block_tiles = fit ? fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most) : shape.row_tiles();
   const int64_t row_blocks = ceil_div(row_tiles, block_tiles);
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
   const int64_t tiles = token_tiles * row_blocks;
