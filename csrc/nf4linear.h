@@ -68,8 +68,10 @@ enum nf4l_linear_flags {
   // Programmatic dependent launch: the read of the weight may start before the previous kernel of the stream ends, so that
   // kernel must not write it. x, bias, y and workspace are not touched before.
   NF4L_DEPENDENT_LAUNCH = 1,
+  // CPU library, float32 x: products may be formed in bfloat16, by levels that have instructions for it.
+  NF4L_ALLOW_BF16 = 2,
   // y is written transposed, [n, m] (CUDA only): the product with the weight as the first operand.
-  NF4L_TRANSPOSED_OUTPUT = 2,
+  NF4L_TRANSPOSED_OUTPUT = 4,
   // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine and then
   // those of the wgmma engine; in bits 16..23 slices of k for the one, least units a block for the other.
   NF4L_TUNE_SHAPE_SHIFT = 8,

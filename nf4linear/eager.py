@@ -8,7 +8,8 @@ long way, with the same result.
 
 from __future__ import annotations
 
-from ctypes import byref
+from ctypes import addressof
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,6 +41,14 @@ def plain_call(x: Tensor, bias: Tensor | None) -> bool:
     )
 
 
+class _Call(NamedTuple):
+    """What all calls with one input shape have in common."""
+
+    tokens: int
+    output: Tensor  # the output's shape and dtype on one element of memory: empty_like is half the price of new_empty
+    workspace_bytes: int
+
+
 class BoundWeight:
     """One layer's CUDA weight as the library takes it, for activations of one dtype; valid while the pointers are.
 
@@ -47,7 +56,8 @@ class BoundWeight:
     """
 
     __slots__ = (
-        "_device", "_dtype_id", "_left", "_library", "_scratch", "_settled", "_spec", "_weight", "dtype", "pointers",
+        "_calls", "_device", "_dtype_id", "_library", "_settled", "_spec", "_weight", "_weight_pointer", "dtype",
+        "pointers",
     )  # fmt: skip
 
     def __init__(self, spec: WeightSpec, library: native.CudaLibrary, tensors: tuple, device: int, dtype: torch.dtype):
@@ -58,8 +68,8 @@ class BoundWeight:
         self._device = device
         self._dtype_id = native.DTYPE_IDS[dtype]
         self._weight = native.describe_weight(spec, *tensors)
-        self._scratch: dict[int, int] = {}  # tokens -> bytes of workspace
-        self._left: set[int] = set()  # numbers of tokens without a fused kernel
+        self._weight_pointer = addressof(self._weight)
+        self._calls: dict[torch.Size, _Call | None] = {}  # None: the operator takes inputs of this shape
         self._settled = False
 
     def __reduce__(self) -> tuple:
@@ -67,40 +77,55 @@ class BoundWeight:
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """x [..., k] times the weight; None where the operator has to do it. The caller has checked `plain_call`."""
-        spec = self._spec
-        tokens = x.numel() // spec.k
         x_pointer = x.data_ptr()
-        if not 0 < tokens <= MOST_TOKENS or tokens in self._left or x_pointer % 16 or not x.is_contiguous():
-            return None
         if x.get_device() != self._device or torch._C._cuda_getDevice() != self._device:
             return None
-        bias_pointer = None
+        if x_pointer % 16 or not x.is_contiguous():
+            return None
+        shape = x.shape
+        call = self._calls[shape] if shape in self._calls else self._prepare(x)
+        if call is None:
+            return None
+        bias_pointer = 0
         if bias is not None:
-            if bias.dtype != self.dtype or bias.shape != (spec.n,) or bias.get_device() != self._device:
-                return None
-            if not bias.is_contiguous():
+            if not self._takes_bias(bias):
                 return None
             bias_pointer = bias.data_ptr()
-        y = x.new_empty((*x.shape[:-1], spec.n))
+        y = torch.empty_like(call.output)
+        workspace_pointer = 0
+        if call.workspace_bytes:
+            workspace = x.new_empty(call.workspace_bytes, dtype=torch.uint8)
+            workspace_pointer = workspace.data_ptr()
         # The first call starts after whatever wrote the weight; from then on its reads may start early.
         flags = native.DEPENDENT_LAUNCH if self._settled else 0
-        args = native.LinearArgs(
-            self._dtype_id, flags, tokens, x_pointer, spec.k, bias_pointer, y.data_ptr(), None, 0
+        args = native.pack_linear_args(
+            self._dtype_id, flags, call.tokens, x_pointer, shape[-1], bias_pointer, y.data_ptr(),
+            workspace_pointer, call.workspace_bytes,
         )  # fmt: skip
-        scratch = self._scratch.get(tokens)
-        if scratch is None:
-            scratch = self._scratch[tokens] = self._library.workspace_bytes(self._weight, args)
-        if scratch:
-            workspace = x.new_empty(scratch, dtype=torch.uint8)
-            args.workspace, args.workspace_bytes = workspace.data_ptr(), scratch
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        status = self._library.launch(byref(self._weight), byref(args), stream)
+        status = self._library.launch(self._weight_pointer, args, torch._C._cuda_getCurrentRawStream(self._device))
         if status != native.OK:
             # No kernel for this many tokens, or none for this GPU: the operator knows what to do, and what to say.
-            self._left.add(tokens)
+            self._calls[shape] = None
             return None
         self._settled = True
         return y
+
+    def _takes_bias(self, bias: Tensor) -> bool:
+        if bias.dtype != self.dtype or bias.get_device() != self._device:
+            return False
+        return bias.shape == (self._spec.n,) and bias.is_contiguous()
+
+    def _prepare(self, x: Tensor) -> _Call | None:
+        """Keeps what calls of x's shape share; None, kept too, for a shape that is the operator's."""
+        n, k = self._spec.n, self._spec.k
+        tokens, call = x.numel() // k, None
+        if x.shape[-1:] == (k,) and 0 < tokens <= MOST_TOKENS:
+            pointer = x.data_ptr()  # stands for y's too: nothing is launched
+            args = native.LinearArgs(self._dtype_id, 0, tokens, pointer, k, None, pointer, None, 0)
+            workspace = self._library.workspace_bytes(self._weight, args)
+            call = _Call(tokens, x.new_empty(1).expand(*x.shape[:-1], n), workspace)
+        self._calls[x.shape] = call
+        return call
 
 
 def data_pointers(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from ctypes import addressof
+
 import torch
 from torch import Tensor
 
 from . import native
 from .formats import WeightSpec
+
+MOST_KEPT_ROWS = 16
 
 
 class BoundCpuWeight:
@@ -15,7 +19,10 @@ class BoundCpuWeight:
     A copied or unpickled layer starts without one.
     """
 
-    __slots__ = ("_library", "_spec", "_weight", "dtype", "pointers")
+    __slots__ = (
+        "_calls", "_dtype_id", "_itemsize", "_launch", "_library", "_spec", "_weight", "_weight_pointer", "dtype",
+        "pointers",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -29,24 +36,56 @@ class BoundCpuWeight:
         self.dtype = dtype
         self._spec = spec
         self._library = library
+        self._launch = library.launch
         self._weight = native.describe_weight(spec, *tensors)
+        self._weight_pointer = addressof(self._weight)
+        self._dtype_id = native.DTYPE_IDS[dtype]
+        self._itemsize = dtype.itemsize
+        self._calls: dict[torch.Size, tuple[int, Tensor]] = {}
 
     def __reduce__(self) -> tuple:
         return type(None), ()
 
     def linear(self, x: Tensor, bias: Tensor | None) -> Tensor | None:
         """x [..., k] times the weight; None where the operator has to do it. The caller has checked `plain_call`."""
-        spec = self._spec
-        if not x.is_contiguous() or not x.is_cpu or x.numel() == 0 or x.data_ptr() % x.element_size():
+        x_pointer = x.data_ptr()
+        if not x.is_cpu or not x.is_contiguous() or x_pointer % self._itemsize:
             return None
-        if bias is not None and (
-            bias.dtype != self.dtype or bias.shape != (spec.n,) or not bias.is_contiguous() or not bias.is_cpu
-        ):
+        call = self._calls.get(x.shape) or self._prepare(x)
+        if call is None:
             return None
-        y = x.new_empty((*x.shape[:-1], spec.n))
-        if not self._library.linear(self._weight, x.view(-1, spec.k), bias, y):
+        bias_pointer = 0
+        if bias is not None:
+            if not self._takes_bias(bias):
+                return None
+            bias_pointer = bias.data_ptr()
+        rows, output = call
+        y = torch.empty_like(output)
+        flags = native.cpu_flags(self.dtype)
+        args = native.pack_linear_args(
+            self._dtype_id, flags, rows, x_pointer, self._spec.k, bias_pointer, y.data_ptr(), 0, 0
+        )  # fmt: skip
+        status = self._launch(self._weight_pointer, args, torch.get_num_threads())
+        if status == native.OK:
+            return y
+        self._library.check(status, "linear")
+        return None
+
+    def _takes_bias(self, bias: Tensor) -> bool:
+        return bias.dtype == self.dtype and bias.shape == (self._spec.n,) and bias.is_contiguous() and bias.is_cpu
+
+    def _prepare(self, x: Tensor) -> tuple[int, Tensor] | None:
+        """Rows of x, and the output's shape and dtype on one element of memory; None for what is the operator's.
+
+        Kept for the shapes of decoding, which come again: prompts have any length.
+        """
+        rows = x.numel() // self._spec.k
+        if x.shape[-1:] != (self._spec.k,) or rows == 0:
             return None
-        return y
+        call = rows, x.new_empty(1).expand(*x.shape[:-1], self._spec.n)
+        if rows <= MOST_KEPT_ROWS:
+            self._calls[x.shape] = call
+        return call
 
 
 def are_packed(spec: WeightSpec, tensors: tuple[Tensor | None, ...]) -> bool:

@@ -173,9 +173,7 @@ class PackedLinear(nn.Linear):
         bound = self._bound
         if bound is None or bound.dtype != input.dtype or bound.pointers != eager.data_pointers(tensors):
             bound = self._bound = eager.bind(self.spec, tensors, input)
-        if bound is None or input.shape[-1:] != (self.in_features,):
-            return None
-        return bound.linear(input, self._parameters["bias"])
+        return None if bound is None else bound.linear(input, self._parameters["bias"])
 
     def _weight_arguments(self) -> tuple[Tensor | None, ...]:
         p = self._parameters

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import sys
 import warnings
 from ctypes import POINTER, byref, c_char_p, c_int, c_int32, c_int64, c_size_t, c_void_p
@@ -25,8 +26,10 @@ ABI_VERSION = 2
 OK, USE_GEMM, NO_KERNEL_IMAGE = 0, 1, -2
 # Flag of LinearArgs: the launch may start, and read the weight, before the previous kernel of the stream ends.
 DEPENDENT_LAUNCH = 1
-# Another: y is written transposed, [n, m]. Few engines can; the others leave the call to a GEMM.
-TRANSPOSED_OUTPUT = 2
+# Flag of LinearArgs: float32 x may be multiplied in bfloat16 (CPU).
+ALLOW_BF16 = 2
+# Flag of LinearArgs: y is written transposed, [n, m]. Few engines can; the others leave the call to a GEMM.
+TRANSPOSED_OUTPUT = 4
 
 FORMAT_IDS = {"nf4": 0, "fp4": 1, "w8_s8": 2, "w8_u8": 3}
 LAYOUT_IDS = {"flat": 0, "tile16x64": 1, "tile16x32": 2}
@@ -67,6 +70,10 @@ class LinearArgs(ctypes.Structure):
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
     )
+
+
+# The same struct as bytes: a third of the time that ctypes takes to build one.
+pack_linear_args = struct.Struct("@iiqPqPPPN").pack
 
 
 def describe_weight(
@@ -148,7 +155,8 @@ class CpuLibrary(_Library):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_int32)
-        self._linear = self._bind("linear", c_int, POINTER(Weight), POINTER(LinearArgs), c_int32)
+        # launch(weight, args, threads) -> status, for callers that have prepared everything; see CudaLibrary.
+        self.launch = self._bind("linear", c_int, c_void_p, c_void_p, c_int32)
         self.description = f"CPU library, {self._bind('level', c_char_p)().decode()}"
 
     def dequantize(self, weight: Weight, out: Tensor) -> bool:
@@ -159,9 +167,25 @@ class CpuLibrary(_Library):
 
     def linear(self, weight: Weight, x: Tensor, bias: Tensor | None, y: Tensor, flags: int = 0) -> bool:
         """Writes x [m, k] times the weight into y [m, n]; False when the library leaves the call to a GEMM."""
-        status = self._linear(byref(weight), byref(_linear_args(x, bias, y, flags)), torch.get_num_threads())
+        args = _linear_args(x, bias, y, flags | cpu_flags(x.dtype))
+        status = self.launch(byref(weight), byref(args), torch.get_num_threads())
         self.check(status, "linear")
         return status == OK
+
+
+_MATMUL_SETTINGS = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9 and later have a switch of its own
+
+
+def cpu_flags(dtype: torch.dtype) -> int:
+    """Flags of a call on the CPU: ALLOW_BF16 after torch.set_float32_matmul_precision("medium"), torch's own switch.
+
+    Asked at every call: the user may turn it between two.
+    """
+    if dtype is not torch.float32:
+        return 0
+    precision = getattr(_MATMUL_SETTINGS, "fp32_precision", None)
+    allowed = torch.get_float32_matmul_precision() == "medium" if precision is None else precision == "bf16"
+    return ALLOW_BF16 if allowed else 0
 
 
 class CudaLibrary(_Library):
@@ -172,8 +196,9 @@ class CudaLibrary(_Library):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_void_p)
-        # launch(weight, args, stream) -> status, on the current device: for callers that have prepared everything.
-        self.launch = self._bind("linear", c_int, POINTER(Weight), POINTER(LinearArgs), c_void_p)
+        # launch(weight, args, stream) -> status, on the current device, for callers that have prepared everything. The
+        # structs are pointers to ctypes' or, args, bytes of pack_linear_args.
+        self.launch = self._bind("linear", c_int, c_void_p, c_void_p, c_void_p)
         self._workspace_bytes = self._bind("workspace_bytes", c_int64, POINTER(Weight), POINTER(LinearArgs))
         self.architectures = self._bind("architectures", c_char_p)().decode()
         self.description = f"CUDA library for {self.architectures}"

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nf4linear.bench import generate, gpu, linear, linear_report
+from nf4linear.bench import generate, linear, linear_report
+from nf4linear.bench.record import write_record
 from nf4linear.cli.bench import bench
 
 CEILINGS = {"read_GBps": 4350.0, "copy_GBps": 4240.0, "bf16_TFLOPs": 790.0}
@@ -70,7 +71,7 @@ def test_the_generation_table():
 
 def test_a_record_is_written_whole(tmp_path):
     path = tmp_path / "results" / "x-linear.json"
-    gpu.write_record(path, record(ROWS))
+    write_record(path, record(ROWS))
     assert json.loads(path.read_text())["rows"] == ROWS
     assert [p.name for p in path.parent.iterdir()] == ["x-linear.json"]
 

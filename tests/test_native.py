@@ -68,6 +68,11 @@ def install(tmp_path, monkeypatch):
     native.library.cache_clear()
 
 
+def test_packed_arguments_are_the_struct():
+    values = (2, 1, 5, 0x7000_0000_0010, 4096, 0, 0x7000_0000_0020, 0x7000_0000_0030, 2**40)
+    assert native.pack_linear_args(*values) == bytes(native.LinearArgs(*values))
+
+
 def test_a_missing_library_says_why_and_warns_once(install, tmp_path):
     with pytest.warns(UserWarning, match=r"no libnf4linear_cpu.*slower torch path.*C\+\+ compiler"):
         missing = native.library("cpu")

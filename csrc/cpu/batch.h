@@ -71,7 +71,7 @@ class Batch {
     const RowBlocks one_block = RowBlocks::of(a_.m, static_cast<int>(a_.m));
     pack_rows<Math>(static_cast<const T*>(a_.x), a_.x_stride, w_.k, one_block, 0, slabs, packed_);
     const SumStrip sum_strip = BatchKernel<Isa, Math, Format>::of(a_.m);
-    const int64_t grain = pieces(tiling_.strips, threads_);
+    const int64_t grain = pieces(tiling_.strips, w_.n * w_.k * a_.m, threads_);
     parallel_for(tiling_.strips, grain, threads_,
                  [this, sum_strip](int64_t begin, int64_t end) { run_strips(sum_strip, begin, end); });
     return short_of_memory_ ? NF4L_USE_GEMM : NF4L_OK;

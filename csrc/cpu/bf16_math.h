@@ -1,4 +1,5 @@
-// Products of bfloat16 pairs (AVX512-BF16), for bfloat16 x: twice the products an instruction, and x needs no rounding.
+// Products of bfloat16 pairs (AVX512-BF16): twice the products an instruction. For bfloat16 x, which needs no rounding,
+// and for float32 x where the caller allows that (NF4L_ALLOW_BF16).
 //
 // Only the 16 centroids of a 4-bit format are rounded, scales stay float32. The centroids are multiplied by a factor
 // first that makes them fall close to bfloat16 values, and the result is divided by it.
@@ -31,38 +32,52 @@ template <class Format>
 alignas(64) inline constexpr Bf16Centroids<Format> BF16_CENTROIDS{};
 
 struct Bf16Math {
-  using Element = uint32_t;  // inputs k (low half) and k + 1
+  using Element = uint32_t;  // two inputs
   using Operand = __m512i;
   static constexpr int K_STEP = 2;
   static constexpr int GROUP = 4;  // steps
   // Rows of x from which on dequantize + torch's GEMM is no slower. 4096 x 4096, 2048 rows, 2 threads of Zen 4: NF4 194
-  // ms here and 198 ms there, W8 203 and 196; at 512 rows 45 and 59, 46 and 60.
-  static constexpr int64_t MOST_ROWS = 2048;
+  // ms here and 198 ms there, W8 203 and 196; at 512 rows 45 and 59, 46 and 60. For float32 x there is none.
+  template <class T>
+  static constexpr int64_t most_rows() {
+    return std::is_same_v<T, Bf16> ? 2048 : INT64_MAX;
+  }
 
-  // Calls body(group, STEP(), weights of 16 rows) for every two inputs of a tile, steps GROUP * group + STEP.
+  // Calls body(group, STEP(), weights of 16 rows) for every two inputs of a tile, steps GROUP * group + STEP. A step's
+  // two inputs lie four apart: they come from the same nibble of both halves of a lane.
   template <class Format, class Body>
   static void for_each_step(const uint8_t* tile, const Body& body) {
     if constexpr (IS_4BIT<Format>) {
       const __m512i table = _mm512_load_si512(BF16_CENTROIDS<Format>.bits);
-      // A lane holds its byte four times: the high nibble goes to the low end of the first half, for the even input.
-      // (One vpmultishiftqb can take the place of permute and shift; it was slower from 4 rows of x on, Zen 4.)
-      const __m512i high_nibble_first = _mm512_set1_epi32(4);
-      Avx512::for_each_pair4(tile, [&](int group, auto k, __m512i code) ALWAYS_INLINE {
-        const __m512i index = _mm512_srlv_epi16(code, high_nibble_first);
-        body(group, Constant<k / 2>(), _mm512_permutexvar_epi16(index, table));
+      Avx512::for_each_group4(tile, [&](int group, __m512i codes) ALWAYS_INLINE {
+        body(group, Constant<1>(), _mm512_permutexvar_epi16(codes, table));
+        body(group, Constant<0>(), _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 4), table));
+        body(group, Constant<3>(), _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 8), table));
+        body(group, Constant<2>(), _mm512_permutexvar_epi16(_mm512_srli_epi16(codes, 12), table));
       });
     } else {
       // Integers of 8 bits are exact in bfloat16: the upper half of their float32.
-      Avx512::for_each_pair8<Format>(tile, [&](int group, auto k, __m512 even, __m512 odd) ALWAYS_INLINE {
-        const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
-        body(group, Constant<k / 2>(), _mm512_or_si512(low, _mm512_castps_si512(odd)));
-      });
+      const auto both = [](__m512 low, __m512 high) ALWAYS_INLINE {
+        return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
+      };
+      Avx512::for_each_half8<Format>(tile, [&](int group, auto e, __m512 v0, __m512 v1, __m512 v2, __m512 v3)
+                                               ALWAYS_INLINE {
+                                                 body(group, Constant<e>(), both(v0, v2));
+                                                 body(group, Constant<e + 2>(), both(v1, v3));
+                                               });
     }
   }
 
-  static uint32_t pack(const Bf16* x, int64_t valid) {
-    const uint32_t low = valid > 0 ? x[0].bits : 0, high = valid > 1 ? x[1].bits : 0;
-    return low | high << 16;
+  // What meets the weights of `step`, from a slab of x of which `inputs` exist.
+  template <class T>
+  static uint32_t pack(const T* slab, int step, int64_t inputs) {
+    const int low = step / GROUP * 2 * GROUP + step % GROUP, high = low + GROUP;
+    const uint32_t low_bits = low < inputs ? bf16_bits(slab[low]) : 0;
+    return low_bits | (high < inputs ? bf16_bits(slab[high]) : 0) << 16;
+  }
+  static uint32_t bf16_bits(Bf16 x) { return x.bits; }
+  static uint32_t bf16_bits(float x) {
+    return _mm_cvtsi128_si32(reinterpret_cast<__m128i>(_mm_cvtneps_pbh(_mm_set_ss(x)))) & 0xffff;
   }
 
   template <class Format>

@@ -8,7 +8,11 @@ struct F32Math {
   using Operand = typename Isa::Vec;
   static constexpr int K_STEP = 1;
   static constexpr int GROUP = Isa::GROUP;  // steps
-  static constexpr int64_t MOST_ROWS = Isa::MOST_ROWS;
+
+  template <class T>
+  static constexpr int64_t most_rows() {
+    return Isa::MOST_ROWS;
+  }
 
   // Calls body(group, STEP(), weights of 16 rows) for every input of a tile, step GROUP * group + STEP.
   template <class Format, class Body>
@@ -21,8 +25,8 @@ struct F32Math {
   }
 
   template <class T>
-  static float pack(const T* x, int64_t valid) {
-    return valid > 0 ? to_float(*x) : 0.0f;
+  static float pack(const T* slab, int step, int64_t inputs) {
+    return step < inputs ? to_float(slab[step]) : 0.0f;
   }
 
   template <class Format>

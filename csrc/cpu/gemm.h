@@ -10,7 +10,7 @@
 //   for_each_step<Format>(tile, body)    decodes: body(group, STEP(), Operand of 16 rows) for each K_STEP inputs of a
 //   tile,
 //                        step GROUP * group + STEP; STEP is an integral_constant
-//   pack(x, valid)       one Element from `valid` of K_STEP inputs of x
+//   pack(slab, step, inputs)   the Element of x for a step, from a slab of which `inputs` exist
 //   output_factor<Format>()    what the result still has to be multiplied with
 //   multiply_add(acc, w, x)
 
@@ -74,7 +74,7 @@ class Gemm {
       blocks_ = RowBlocks::of(rows_, Isa::MAX_MR);
       pack_x();
       const int64_t panels = ceil_div(tiling_.strips, Isa::PANEL);
-      const int64_t share = pieces(panels, threads_);
+      const int64_t share = pieces(panels, w_.n * w_.k * rows_, threads_);
       together_ = share < MOST_TOGETHER ? share : MOST_TOGETHER;
       parallel_for(panels, together_, threads_, [this](int64_t begin, int64_t end) { run_panels(begin, end); });
       if (short_of_memory_) return NF4L_USE_GEMM;

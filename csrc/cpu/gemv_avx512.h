@@ -6,7 +6,7 @@
 //
 // A Decoder says how 64 bytes meet x:
 //   Element                what x is held as
-//   place(k)               where input k of a tile lies among the tile's elements of x
+//   input(p)               which input of a tile lies at place p among the tile's elements of x
 //   dot(bytes, x, sum)     sum[0] and sum[1] += products of row g and row g + 8
 
 namespace nf4l::cpu::NF4L_CPU_LEVEL {
@@ -18,14 +18,9 @@ struct Decoder4F32 {
   using Element = float;
   static constexpr int TILE_INPUTS = TILE_K4;
 
-  static constexpr int place(int k) {
-    const int s = k / 16, u = k / 8 % 2, t = k / 2 % 4, e = k % 2;
-    return (2 * u + e) * 16 + 4 * t + s;
-  }
-
-  template <class T>
-  static float element(T x) {
-    return to_float(x);
+  static constexpr int input(int p) {
+    const int u = p / 32, e = p / 16 % 2, t = p / 4 % 4, s = p % 4;
+    return 16 * s + 8 * u + 2 * t + e;
   }
 
   static void dot(__m512i codes, const float* x, __m512 sum[2]) {
@@ -53,14 +48,9 @@ struct Decoder8F32 {
   using Element = float;
   static constexpr int TILE_INPUTS = TILE_K8;
 
-  static constexpr int place(int k) {
-    const int s = k / 16, u = k / 8 % 2, t = k / 2 % 4, e = k % 2;
-    return e * 16 + 4 * t + 2 * s + u;
-  }
-
-  template <class T>
-  static float element(T x) {
-    return to_float(x);
+  static constexpr int input(int p) {
+    const int e = p / 16, t = p / 4 % 4, s = p / 2 % 2, u = p % 2;
+    return 16 * s + 8 * u + 2 * t + e;
   }
 
   static void dot(__m512i codes, const float* x, __m512 sum[2]) {
@@ -82,19 +72,17 @@ struct Decoder8F32 {
 };
 
 #if defined(__AVX512BF16__)
-// 4 bit with bfloat16 x, in bfloat16 pairs (see bf16_math.h). The four nibbles of 16-bit word 8 t + 2 s + u belong to
+// 4 bit with x in bfloat16, in pairs (see bf16_math.h). The four nibbles of 16-bit word 8 t + 2 s + u belong to
 // row g and row g + 8, inputs 16 s + 8 u + 2 t + e: x is two planes (e) of 32.
 template <class Format>
 struct Decoder4Bf16 {
   using Element = Bf16;
   static constexpr int TILE_INPUTS = TILE_K4;
 
-  static constexpr int place(int k) {
-    const int s = k / 16, u = k / 8 % 2, t = k / 2 % 4, e = k % 2;
-    return e * 32 + 8 * t + 2 * s + u;
+  static constexpr int input(int p) {
+    const int e = p / 32, t = p / 8 % 4, s = p / 2 % 4, u = p % 2;
+    return 16 * s + 8 * u + 2 * t + e;
   }
-
-  static Bf16 element(Bf16 x) { return x; }
 
   static void dot(__m512i codes, const Bf16* x, __m512 sum[2]) {
     const __m512i table = _mm512_load_si512(BF16_CENTROIDS<Format>.bits);
@@ -110,6 +98,53 @@ struct Decoder4Bf16 {
 
   static constexpr float OUTPUT_FACTOR = 1.0f / BF16_FACTOR<Format>;
 };
+#endif
+
+// Inputs of a tile in the order of their places, as indices for permutes.
+template <class Decoder, class Index>
+struct InputOrder {
+  Index input[Decoder::TILE_INPUTS];
+  constexpr InputOrder() : input() {
+    for (int p = 0; p < Decoder::TILE_INPUTS; ++p) input[p] = static_cast<Index>(Decoder::input(p));
+  }
+};
+template <class Decoder, class Index>
+alignas(64) inline constexpr InputOrder<Decoder, Index> INPUT_ORDER{};
+
+// The first `count` inputs of a tile of x go to their places; those from there on do not exist and count as 0.
+template <class Decoder, class T>
+void place_tile(const T* x, int64_t count, float* to) {
+  constexpr int VECTORS = Decoder::TILE_INPUTS / 16;  // 2 or 4
+  __m512 v[VECTORS];
+  for (int i = 0; i < VECTORS; ++i) {
+    const int64_t left = count - 16 * i;
+    v[i] = Avx512::load_16(x + 16 * i, left > 0 ? Avx512::first_lanes(left) : __mmask16{0});
+  }
+  for (int i = 0; i < VECTORS; ++i) {
+    const __m512i input = _mm512_load_si512(INPUT_ORDER<Decoder, int32_t>.input + 16 * i);
+    __m512 placed = _mm512_permutex2var_ps(v[0], input, v[1]);
+    if constexpr (VECTORS == 4)
+      placed = _mm512_mask_mov_ps(placed, _mm512_test_epi32_mask(input, _mm512_set1_epi32(32)),
+                                  _mm512_permutex2var_ps(v[2], input, v[3]));
+    Avx512::store(to + 16 * i, placed);
+  }
+}
+
+#if defined(__AVX512BF16__)
+inline __m512i load_32(const Bf16* x) { return _mm512_loadu_si512(x); }
+inline __m512i load_32(const float* x) {
+  return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_loadu_ps(x + 16), _mm512_loadu_ps(x)));
+}
+
+template <class Decoder, class T>
+void place_tile(const T* x, int64_t, Bf16* to) {
+  static_assert(Decoder::TILE_INPUTS == 64, "4-bit tiles are never cut short");
+  const __m512i low = load_32(x), high = load_32(x + 32);
+  for (int i = 0; i < 64; i += 32) {
+    const __m512i input = _mm512_load_si512(INPUT_ORDER<Decoder, int16_t>.input + i);
+    _mm512_storeu_si512(to + i, _mm512_permutex2var_epi16(low, input, high));
+  }
+}
 #endif
 
 // Lane i = the sum over the lanes of v[i].
@@ -137,7 +172,7 @@ class Gemv {
     x_ = static_cast<Element*>(scratch(Scratch::PACKED_X, tiling_.k_tiles * Decoder::TILE_INPUTS * sizeof(Element)));
     if (!x_) return NF4L_USE_GEMM;
     place_x();
-    const int64_t grain = pieces(tiling_.strips, threads_);
+    const int64_t grain = pieces(tiling_.strips, w_.n * w_.k, threads_);
     parallel_for(tiling_.strips, grain, threads_, [this](int64_t begin, int64_t end) { run_strips(begin, end); });
     return short_of_memory_ ? NF4L_USE_GEMM : NF4L_OK;
   }
@@ -149,8 +184,7 @@ class Gemv {
     const T* x = static_cast<const T*>(a_.x);
     for (int64_t kt = 0; kt < tiling_.k_tiles; ++kt) {
       const int64_t first = kt * Decoder::TILE_INPUTS;
-      for (int k = 0; k < Decoder::TILE_INPUTS; ++k)
-        x_[first + Decoder::place(k)] = first + k < w_.k ? Decoder::element(x[first + k]) : Element{};
+      place_tile<Decoder>(x + first, w_.k - first, x_ + first);
     }
   }
 

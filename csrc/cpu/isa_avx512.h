@@ -75,22 +75,34 @@ struct Avx512 {
   }
 #endif
 
-  // Bytes 16 T .. 16 T + 15 of `column`, one in the low end of each 32-bit lane. Above it: zeros in widen, and in
-  // widen_code, for table look-ups that do not read it, the byte again (VBMI) or zeros.
+  // See isa_portable.h.
+  static int nested_run(const int* first, int kb, int shift, const float* groups, float* scale) {
+    const __m128i by = _mm_cvtsi32_si128(shift);
+    const __m512i block = _mm512_add_epi32(_mm512_loadu_si512(first), _mm512_set1_epi32(kb));
+    const __m512i group = _mm512_srl_epi32(block, by);
+    const __m512i next = _mm512_sll_epi32(_mm512_add_epi32(group, _mm512_set1_epi32(1)), by);
+    store(scale, _mm512_i32gather_ps(group, groups, 4));
+    return _mm512_reduce_min_epi32(_mm512_sub_epi32(next, block));
+  }
+
+  // Bytes 16 T .. 16 T + 15 of `column`, one in the low end of each 32-bit lane.
   template <int T>
   static __m512i widen(__m512i column) {
     return _mm512_cvtepu8_epi32(_mm512_extracti32x4_epi32(column, T));
   }
 
-  template <int T>
-  static __m512i widen_code(__m512i column) {
+  // Lane i gets bytes i, 16 + i, 32 + i and 48 + i of `column`, from its low end on.
+  static __m512i gather_bytes(__m512i column) {
 #if defined(__AVX512VBMI__)
-    const __m512i byte = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const __m512i lane = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
     const __m512i index =
-        _mm512_add_epi8(_mm512_mullo_epi32(byte, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi8(16 * T));
+        _mm512_add_epi8(_mm512_mullo_epi32(lane, _mm512_set1_epi32(0x01010101)), _mm512_set1_epi32(0x30201000));
     return _mm512_permutexvar_epi8(index, column);
 #else
-    return widen<T>(column);
+    const __m512i by_quarter = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    const __m512i by_byte =
+        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
+    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(by_quarter, column), by_byte);
 #endif
   }
 
@@ -137,42 +149,35 @@ struct Avx512 {
     }
   }
 
-  // Calls body(group, K(), codes) for K = 0, 2, 4, 6: the low byte of each lane holds input 8 * group + K of a row in
-  // its high nibble and the next in its low one. K is an integral_constant, so that addresses fold.
+  // Calls body(group, codes): byte t of a lane holds input 8 * group + 2 t of a row in its high nibble and the next in its
+  // low one.
   template <class Body>
-  static void for_each_pair4(const uint8_t* tile, const Body& body) {
+  static void for_each_group4(const uint8_t* tile, const Body& body) {
     __m512i column[8];
     transpose_tile4(tile, column);
 #pragma GCC unroll 1  // keeps the registers for the sums of `body`
-    for (int c = 0; c < 8; ++c) {
-      body(c, Constant<0>(), widen_code<0>(column[c]));
-      body(c, Constant<2>(), widen_code<1>(column[c]));
-      body(c, Constant<4>(), widen_code<2>(column[c]));
-      body(c, Constant<6>(), widen_code<3>(column[c]));
-    }
+    for (int c = 0; c < 8; ++c) body(c, gather_bytes(column[c]));
   }
 
-  // Calls body(group, K(), values of input 8 * group + K in 16 rows).
+  // Calls body(group, K(), values of input 8 * group + K in 16 rows); K is an integral_constant, so that addresses fold.
   template <class Format, class Body>
   static void for_each_input4(const uint8_t* tile, const Body& body) {
     const Vec table = load(CENTROIDS<Format>.value);
-    for_each_pair4(tile, [&](int group, auto k, __m512i code) ALWAYS_INLINE {
-      body(group, Constant<k>(), _mm512_permutexvar_ps(_mm512_srli_epi32(code, 4), table));
-      body(group, Constant<k + 1>(), _mm512_permutexvar_ps(code, table));
+    for_each_group4(tile, [&](int group, __m512i codes) ALWAYS_INLINE {
+      body(group, Constant<1>(), _mm512_permutexvar_ps(codes, table));
+      body(group, Constant<0>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), table));
+      body(group, Constant<3>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 8), table));
+      body(group, Constant<2>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 12), table));
+      body(group, Constant<5>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 16), table));
+      body(group, Constant<4>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 20), table));
+      body(group, Constant<7>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 24), table));
+      body(group, Constant<6>(), _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 28), table));
     });
   }
 
+  // Calls body(group, E(), values of inputs 8 * group + E, E + 2, E + 4 and E + 6) for E = 0, 1.
   template <class Format, class Body>
-  static void for_each_input8(const uint8_t* tile, const Body& body) {
-    for_each_pair8<Format>(tile, [&](int group, auto k, Vec even, Vec odd) ALWAYS_INLINE {
-      body(group, Constant<k>(), even);
-      body(group, Constant<k + 1>(), odd);
-    });
-  }
-
-  // Calls body(group, K(), values of input 8 * group + K, of the next) for K = 0, 2, 4, 6.
-  template <class Format, class Body>
-  static void for_each_pair8(const uint8_t* tile, const Body& body) {
+  static void for_each_half8(const uint8_t* tile, const Body& body) {
     const auto value = [](__m512i code) ALWAYS_INLINE {
       return _mm512_cvtepi32_ps(_mm512_sub_epi32(code, _mm512_set1_epi32(Format::BIAS)));
     };
@@ -181,11 +186,20 @@ struct Avx512 {
 #pragma GCC unroll 1
     for (int c = 0; c < 4; ++c) {
       const __m512i even = column[c][0], odd = column[c][1];
-      body(c, Constant<0>(), value(widen<0>(even)), value(widen<0>(odd)));
-      body(c, Constant<2>(), value(widen<1>(even)), value(widen<1>(odd)));
-      body(c, Constant<4>(), value(widen<2>(even)), value(widen<2>(odd)));
-      body(c, Constant<6>(), value(widen<3>(even)), value(widen<3>(odd)));
+      body(c, Constant<0>(), value(widen<0>(even)), value(widen<1>(even)), value(widen<2>(even)),
+           value(widen<3>(even)));
+      body(c, Constant<1>(), value(widen<0>(odd)), value(widen<1>(odd)), value(widen<2>(odd)), value(widen<3>(odd)));
     }
+  }
+
+  template <class Format, class Body>
+  static void for_each_input8(const uint8_t* tile, const Body& body) {
+    for_each_half8<Format>(tile, [&](int group, auto e, Vec v0, Vec v1, Vec v2, Vec v3) ALWAYS_INLINE {
+      body(group, Constant<e>(), v0);
+      body(group, Constant<e + 2>(), v1);
+      body(group, Constant<e + 4>(), v2);
+      body(group, Constant<e + 6>(), v3);
+    });
   }
 
   static __mmask16 first_lanes(int64_t count) {

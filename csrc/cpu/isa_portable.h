@@ -51,6 +51,19 @@ struct Portable {
 #endif
   }
 
+  // The nested scales of 16 rows at their block kb: scale[i] = groups[(first[i] + kb) >> shift]. Returns for how many
+  // blocks they hold.
+  static int nested_run(const int* first, int kb, int shift, const float* groups, float* scale) {
+    int least = INT_MAX;
+    for (int i = 0; i < LANES; ++i) {
+      const int block = first[i] + kb, group = block >> shift;
+      const int left = ((group + 1) << shift) - block;
+      scale[i] = groups[group];
+      least = left < least ? left : least;
+    }
+    return least;
+  }
+
   struct NestedCode {
     const float* code;
     explicit NestedCode(const float* c) : code(c) {}

@@ -1,5 +1,6 @@
 // What every level_*.cpp includes before the kernel headers: those open no other header, so that all of their code
 // lies in the level's own namespace.
+#include <limits.h>
 #include <stddef.h>
 #include <stdint.h>
 

@@ -4,19 +4,17 @@ namespace nf4l::cpu::NF4L_CPU_LEVEL {
 
 template <class Format, class T>
 int linear_avx512(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {
-  if (a.m == 1) {
-    if constexpr (!IS_4BIT<Format>) return Gemv<Decoder8F32<Format>, T>(w, a, threads).run();
 #if defined(__AVX512BF16__)
-    else if constexpr (std::is_same_v<T, Bf16>)
-      return Gemv<Decoder4Bf16<Format>, T>(w, a, threads).run();
-#endif
-    else
-      return Gemv<Decoder4F32<Format>, T>(w, a, threads).run();
+  if constexpr (!std::is_same_v<T, Half>) {
+    if (std::is_same_v<T, Bf16> || (a.flags & NF4L_ALLOW_BF16)) {
+      if (a.m > 1) return run_batch<Avx512, Bf16Math, Format, T>(w, a, threads);
+      if constexpr (IS_4BIT<Format>) return Gemv<Decoder4Bf16<Format>, T>(w, a, threads).run();
+    }
   }
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, Bf16>) return run_batch<Avx512, Bf16Math, Format, T>(w, a, threads);
 #endif
-  return run_batch<Avx512, F32Math<Avx512>, Format, T>(w, a, threads);
+  if (a.m > 1) return run_batch<Avx512, F32Math<Avx512>, Format, T>(w, a, threads);
+  using Decoder = std::conditional_t<IS_4BIT<Format>, Decoder4F32<Format>, Decoder8F32<Format>>;
+  return Gemv<Decoder, T>(w, a, threads).run();
 }
 
 inline int linear(const nf4l_weight& w, const nf4l_linear_args& a, int threads) {

@@ -29,22 +29,46 @@ Runtime find_runtime() {
   return runtime;
 }
 
-struct Region {
-  Task task;
-  void* context;
-  int64_t count, grain;
-  std::atomic<int64_t> next{0};
+// What one thread starts with: pieces that lie together, so that it asks for memory in one stream.
+struct alignas(64) Share {
+  std::atomic<int64_t> next;
+  int64_t end;
+};
 
-  // Correct for any number of threads the runtime grants.
-  static void run(void* self) {
-    Region& region = *static_cast<Region*>(self);
-    for (;;) {
-      const int64_t begin = region.next.fetch_add(region.grain, std::memory_order_relaxed);
-      if (begin >= region.count) return;
-      const int64_t end = begin + region.grain < region.count ? begin + region.grain : region.count;
-      region.task(region.context, begin, end);
+struct Region {
+  static constexpr int MOST_SHARES = 64;  // more threads than that have to share them
+
+  Region(Task task, void* context, int64_t count, int64_t grain, int threads)
+      : task(task), context(context), grain(grain), shares(threads < MOST_SHARES ? threads : MOST_SHARES) {
+    const int64_t pieces = (count + grain - 1) / grain;
+    for (int i = 0; i < shares; ++i) {
+      const int64_t begin = pieces * i / shares * grain, end = pieces * (i + 1) / shares * grain;
+      share[i].next.store(begin, std::memory_order_relaxed);
+      share[i].end = end < count ? end : count;
     }
   }
+
+  // Correct for any number of threads the runtime grants: who has finished a share goes on with the next one's rest.
+  static void run(void* self) {
+    Region& region = *static_cast<Region*>(self);
+    const int first = region.arrived.fetch_add(1, std::memory_order_relaxed) % region.shares;
+    for (int i = 0; i < region.shares; ++i) region.finish(region.share[(first + i) % region.shares]);
+  }
+
+  void finish(Share& own) const {
+    for (;;) {
+      const int64_t begin = own.next.fetch_add(grain, std::memory_order_relaxed);
+      if (begin >= own.end) return;
+      task(context, begin, begin + grain < own.end ? begin + grain : own.end);
+    }
+  }
+
+  const Task task;
+  void* const context;
+  const int64_t grain;
+  const int shares;
+  std::atomic<int> arrived{0};
+  Share share[MOST_SHARES];
 };
 
 }  // namespace
@@ -53,7 +77,7 @@ void parallel_for(int64_t count, int64_t grain, int threads, Task task, void* co
   static const Runtime runtime = find_runtime();
   if (count <= 0) return;
   if (threads <= 1 || count <= grain || !runtime.parallel || forked) return task(context, 0, count);
-  Region region{task, context, count, grain};
+  Region region(task, context, count, grain, threads);
   // Always the whole team, even for few pieces: libgomp tears down and rebuilds its pool when the size changes.
   runtime.parallel(&Region::run, &region, static_cast<unsigned>(threads), 0);
 }

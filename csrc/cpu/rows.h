@@ -32,9 +32,9 @@ void pack_rows(const T* x, int64_t stride, int64_t k, const RowBlocks& blocks, i
         const T* from = row + slab * SLAB_K;
         const int64_t inputs = k - slab * SLAB_K;
         if (inputs >= SLAB_K) {
-          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, Math::K_STEP);
+          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from, s, SLAB_K);
         } else {
-          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from + s * Math::K_STEP, inputs - s * Math::K_STEP);
+          for (int s = 0; s < STEPS; ++s) to[s * rows] = Math::pack(from, s, inputs);
         }
       }
     }
@@ -55,9 +55,14 @@ void store_strip(const nf4l_weight& w, const nf4l_linear_args& a, int64_t strip,
                     count);
 }
 
-// Strips a piece of a parallel loop: a few pieces a thread, so that one that is held up does not hold up the call.
-inline int64_t pieces(int64_t strips, int threads) {
-  return ceil_div(strips, int64_t{8} * (threads > 0 ? threads : 1));
+// Products below which the calling thread is done before another one has joined it.
+constexpr int64_t ALONE_PRODUCTS = 1 << 17;
+
+// Units (strips or panels) a piece of a parallel loop over `count` of them: a few pieces a thread, so that one that is
+// held up does not hold up the call, or all of them where they are little work.
+inline int64_t pieces(int64_t count, int64_t products, int threads) {
+  if (products < ALONE_PRODUCTS) return count;
+  return ceil_div(count, int64_t{8} * (threads > 0 ? threads : 1));
 }
 
 // How far ahead of their use weights are asked for.

@@ -43,29 +43,28 @@ inline Tiling tiling_of(const nf4l_weight& w) {
 template <class Isa>
 void nested_scales(const nf4l_weight& w, const typename Isa::NestedCode& code, int64_t strip, float* out) {
   using Vec = typename Isa::Vec;
-  const int64_t n_kb = w.k / TILE_K4, quads = ceil_div(n_kb, 4);
-  const uint8_t* codes = static_cast<const uint8_t*>(w.scales) + strip * quads * 64;
-  for (int64_t q = 0; q < quads; ++q) Isa::look_up_scale_codes(code, codes + q * 64, out + q * 64);
+  const int n_kb = static_cast<int>(w.k / TILE_K4), quads = ceil_div(n_kb, 4);
+  const uint8_t* codes = static_cast<const uint8_t*>(w.scales) + int64_t{64} * strip * quads;
+  for (int q = 0; q < quads; ++q) Isa::look_up_scale_codes(code, codes + q * 64, out + q * 64);
 
   // Blocks of one row share a nested scale for long runs: walk K from one change in any of the 16 rows to the next.
+  // Block numbers are counted from the nested group in which the strip begins, which keeps them in 32 bits.
   const int shift = log2_of(w.blocksize / TILE_K4 * NESTED_BLOCKSIZE);
-  int64_t first[LANES];  // block number of each lane's row at kb = 0
-  for (int i = 0; i < LANES; ++i) {
-    const int64_t row = strip * TILE_ROWS + lane_row(i);
-    first[i] = ((row < w.n ? row : w.n - 1) + w.n0) * w.kb_full + w.kb0;
-  }
+  const int64_t start = (strip * TILE_ROWS + w.n0) * w.kb_full + w.kb0;
+  const float* groups = w.nested_absmax + (start >> shift);
+  const int start_in_group = static_cast<int>(start & ((int64_t{1} << shift) - 1));
+  const int rows = static_cast<int>(w.n - strip * TILE_ROWS < TILE_ROWS ? w.n - strip * TILE_ROWS : TILE_ROWS);
+  const int row_blocks = static_cast<int>(w.kb_full);
+  int first[LANES];  // block number of each lane's row at kb = 0
+  for (int i = 0; i < LANES; ++i)
+    first[i] = start_in_group + (lane_row(i) < rows ? lane_row(i) : rows - 1) * row_blocks;
   const Vec offset = Isa::broadcast(*w.nested_offset);
-  for (int64_t kb = 0, end; kb < n_kb; kb = end) {
+  for (int kb = 0, end; kb < n_kb; kb = end) {
     float nested[LANES];
-    end = n_kb;
-    for (int i = 0; i < LANES; ++i) {
-      const int64_t group = (first[i] + kb) >> shift;
-      const int64_t change = ((group + 1) << shift) - first[i];
-      nested[i] = w.nested_absmax[group];
-      end = change < end ? change : end;
-    }
+    const int left = Isa::nested_run(first, kb, shift, groups, nested);
     const Vec scale = Isa::load(nested);
-    for (int64_t b = kb; b < end; ++b)
+    end = n_kb - kb < left ? n_kb : kb + left;
+    for (int b = kb; b < end; ++b)
       Isa::store(out + b * LANES, Isa::add(Isa::mul(Isa::load(out + b * LANES), scale), offset));
   }
 }

@@ -1,7 +1,5 @@
 """Linear layers on this machine's CPU: ours beside torch and bitsandbytes, in paired runs.
 
-    python -m nf4linear.bench.cpu [--threads 2] [--quick] [--out benchmarks/results/cpu-linear.json]
-
 Protocol "paired": every implementation holds several copies of its weight, together larger than three last-level
 caches, and each call takes the next copy, as a model's layers do. A round gives every implementation one turn, in
 random order, beside one read of plain memory; a turn is one call to wake its threads and up to three timed ones. Times
@@ -11,16 +9,15 @@ falls on all of them alike.
 
 from __future__ import annotations
 
-import argparse
 import copy
+import dataclasses
+import os
 import random
 import statistics
-import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -30,14 +27,15 @@ from torch import Tensor, nn
 from .. import native, reference
 from ..formats import EightBitSpec, FourBitSpec
 from ..linear import NF4Linear, PackedLinear, W8Linear
-from . import cpu_report
+from .record import Row, commit, versions
 
 SHAPES = ((4096, 4096), (11008, 4096))
 ROWS = (1, 4, 16, 128, 512)
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp32-medium": torch.float32}
+MEDIUM = "fp32-medium"  # float32 activations where the user lets torch multiply them in bfloat16
+PEERS = ("torch", "transformers", "bitsandbytes")
 READ_BYTES = 256 << 20
 
-Row = dict[str, object]
 Call = Callable[[Tensor], Tensor]
 
 
@@ -46,7 +44,7 @@ class Implementation:
     """`calls` are the same layer on as many copies of its weight; `nbytes` is the size of one."""
 
     name: str
-    dtype: str  # of the activations
+    dtype: str  # of the activations, a key of DTYPES
     nbytes: int
     calls: Sequence[Call]
     used: int = 0
@@ -55,9 +53,13 @@ class Implementation:
         self.used += 1
         return self.calls[self.used % len(self.calls)]
 
+    def result(self, x: Tensor) -> Tensor:
+        torch.set_float32_matmul_precision("medium" if self.dtype == MEDIUM else "highest")
+        return self._next()(x)
+
     def turn(self, x: Tensor, timed: int) -> float:
         """Seconds a call: the mean of `timed` calls after one that is not counted."""
-        self._next()(x)
+        self.result(x)
         calls = [self._next() for _ in range(timed)]
         start = time.perf_counter()
         for call in calls:
@@ -92,7 +94,8 @@ def nf4_implementations(weight: Tensor) -> tuple[list[Implementation], Tensor]:
     canonical = reference.quantize(spec, weight)
     exact = reference.dequantize(spec, canonical, torch.float32)
     found = []
-    for dtype_name, dtype in DTYPES.items():
+    for dtype_name in ("bf16", "fp32"):
+        dtype = DTYPES[dtype_name]
         plain = exact.to(dtype)
         plains = [plain, *(plain.clone() for _ in range(copies_of(plain.nbytes) - 1))]
         calls = [lambda x, w=w: F.linear(x, w) for w in plains]
@@ -116,6 +119,9 @@ def nf4_implementations(weight: Tensor) -> tuple[list[Implementation], Tensor]:
             layer(torch.zeros(1, k, dtype=dtype))
         if getattr(repacked[0].weight.quant_state, "packing_format_for_cpu", False):
             found.append(Implementation("bitsandbytes_repacked", dtype_name, nbytes, repacked))
+    # torch's switch changes what these do, but for bitsandbytes' repacked layer, which is in bfloat16 anyway.
+    medium = [dataclasses.replace(each, dtype=MEDIUM) for each in found if each.dtype == "fp32"]
+    found += [each for each in medium if each.name in ("nf4linear", "torch", "bitsandbytes_repacked")]
     return found, exact
 
 
@@ -162,12 +168,15 @@ class Memory:
 
 
 def measure(found: list[Implementation], exact: Tensor, m: int, memory: Memory, seconds: float) -> list[Row]:
-    """One row an implementation for `m` rows of x, from as many rounds as fit in `seconds` (7 at least)."""
+    """One row an implementation for `m` rows of x, from as many rounds as fit in `seconds` (7 at least).
+
+    Leaves torch's precision of float32 products as the last implementation had it.
+    """
     n, k = exact.shape
     generator = torch.Generator().manual_seed(m)
     inputs = {name: torch.randn(m, k, generator=generator).to(dtype) for name, dtype in DTYPES.items()}
     wanted = {name: x.double() @ exact.double().T for name, x in inputs.items()}
-    errors = {id(each): _error(each.calls[0](inputs[each.dtype]), wanted[each.dtype]) for each in found}
+    errors = {id(each): _error(each.result(inputs[each.dtype]), wanted[each.dtype]) for each in found}
     times: dict[int, list[float]] = {id(each): [] for each in found}
     rates = []
     end = time.monotonic() + seconds
@@ -205,11 +214,9 @@ def _error(y: Tensor, wanted: Tensor) -> float:
     return ((y.double() - wanted).norm() / wanted.norm()).item()
 
 
-def run(shapes: Sequence[tuple[int, int]], rows: Sequence[int], seconds: float) -> tuple[list[Row], float]:
-    """All rows, and the best rate at which memory was read."""
+def sweep(shapes: Sequence[tuple[int, int]], rows: Sequence[int], seconds: float) -> Iterator[list[Row]]:
+    """The rows of one shape, width and number of rows of x after the other; `seconds` a cell, at least."""
     memory = Memory()
-    read = max(memory.rate() for _ in range(20))
-    results: list[Row] = []
     for n, k in shapes:
         weight = torch.randn(n, k, generator=torch.Generator().manual_seed(0)) * 0.02
         for op, label, make in (
@@ -219,9 +226,13 @@ def run(shapes: Sequence[tuple[int, int]], rows: Sequence[int], seconds: float) 
             found, exact = make(weight)
             for m in rows:
                 fresh = measure(found, exact, m, memory, seconds)
-                results += [{"op": op, "format": label, "launch": "plain", **row} for row in fresh]
-                print(cpu_report.progress_line(op, fresh), flush=True)
-    return results, max(read, *(memory.rate() for _ in range(20)))
+                yield [{"op": op, "format": label, "launch": "plain", **row} for row in fresh]
+
+
+def read_rate() -> float:
+    """The best rate at which memory was read, GB/s."""
+    memory = Memory()
+    return max(memory.rate() for _ in range(20))
 
 
 def describe_machine() -> str:
@@ -233,41 +244,16 @@ def describe_machine() -> str:
     return f"{name}, family {named.get('cpu family')} model {named.get('model')}, {torch.get_num_threads()} threads"
 
 
-def commit() -> str:
-    here = Path(__file__).parent
-    done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
-
-
-def head(command: str, packages: Sequence[str]) -> Row:
-    """The fields that every result file begins with."""
+def record_of(rows: Sequence[Row], command: str, **more: object) -> Row:
+    """The whole result file: where, when, with what, how busy the machine was, and the rows."""
     return {
         "machine": describe_machine(),
         "driver": native.library("cpu").description,
-        "versions": {name: metadata.version(name) for name in packages},
+        "versions": versions(PEERS),
         "command": command,
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": commit(),
+        "load": os.getloadavg()[1],
+        **more,
+        "rows": list(rows),
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--quick", action="store_true", help="one shape, fewer rows of x, fewer rounds")
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/cpu-linear.json"))
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    library = native.library("cpu")
-    if not library:
-        raise SystemExit(f"nothing to measure: {library.why}")
-    shapes, rows, seconds = (SHAPES[:1], ROWS, 1.0) if options.quick else (SHAPES, ROWS, 3.0)
-    with torch.inference_mode():
-        results, read = run(shapes, rows, seconds)
-    command = f"python -m nf4linear.bench.cpu --threads {options.threads}{' --quick' if options.quick else ''}"
-    record = head(command, ("torch", "bitsandbytes")) | {"ceilings": {"read_GBps": read}, "rows": results}
-    cpu_report.write(record, options.out)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,18 +1,11 @@
-"""What the CPU benchmark writes: one JSON file, and a Markdown table and a plot made from it.
-
-python -m nf4linear.bench.cpu_report benchmarks/results/cpu-linear.json
-"""
+"""What the CPU benchmark makes of a record: Markdown and a plot."""
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import Any
+import io
+from collections.abc import Sequence
 
-Row = dict[str, Any]
+from .record import Row
 
 NAMES = {
     "nf4linear": "nf4linear",
@@ -24,47 +17,17 @@ NAMES = {
 OPS = {"linear": "NF4, double quantization", "linear_w8": "8 bit, one scale a row"}
 
 
-def write(record: Row, path: Path, table: Callable[[Row], str] | None = None) -> None:
-    """The JSON file, and beside it `table` of it, or the table (.md) and plot (.png) of linear layers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    _replace(path, (json.dumps(record, indent=1) + "\n").encode())
-    if table:
-        _replace(path.with_suffix(".md"), table(record).encode())
-    else:
-        render(path)
-
-
-def render(path: Path) -> None:
-    """Table and plot of a file of linear layers; no plot where matplotlib is missing."""
-    record = json.loads(path.read_text())
-    _replace(path.with_suffix(".md"), markdown(record).encode())
-    try:
-        import matplotlib
-    except ImportError:
-        print("matplotlib is not installed: no plot")
-        return
-    matplotlib.use("Agg")
-    temporary = path.with_name(f".{path.stem}.png")
-    plot(record).savefig(temporary, dpi=120)
-    os.replace(temporary, path.with_suffix(".png"))
-
-
-def _replace(path: Path, data: bytes) -> None:
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def progress_line(op: str, rows: Sequence[Row]) -> str:
+def progress_line(rows: Sequence[Row]) -> str:
     first = rows[0]
     times = ", ".join(f"{row['impl']} {row['dtype']} {row['us']:.0f}" for row in rows)
-    return f"{op} {first['n']}x{first['k']} M={first['m']} ({first['rounds']} rounds), us: {times}"
+    return f"{first['op']} {first['n']}x{first['k']} M={first['m']} ({first['rounds']} rounds), us: {times}"
 
 
 def made_by(record: Row) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    made = f"Made by `{record['command']}` on {record['date']}, commit {record['commit'][:12]}"
-    return f"{made}, {record['driver']}; {versions}."
+    commit = f", commit {record['commit'][:12]}" if record["commit"] else ""
+    made = f"Made by `{record['command']}` on {record['date']}{commit}, {record['driver']}; {versions}"
+    return f"{made}; load of the machine in the last five minutes of it {record['load']:.1f}."
 
 
 def markdown(record: Row) -> str:
@@ -76,8 +39,9 @@ def markdown(record: Row) -> str:
         "Medians of paired rounds, weights cold (see nf4linear/bench/cpu.py). *Faster* is the median of the rounds' "
         "ratios of that time to nf4linear's for the same activations. *Read* is the rate at which the weight's bytes "
         "were consumed, as a share of the rate at which plain memory was read in the same round. *Error* is norm-wise, "
-        "against float64 products with the exact float32 weight; bitsandbytes' repacked layer computes in bfloat16 "
-        "whatever the activations are.",
+        "against float64 products with the exact float32 weight. *fp32-medium*: float32 activations after "
+        "`torch.set_float32_matmul_precision('medium')`, which allows products in bfloat16; bitsandbytes' repacked "
+        "layer computes in bfloat16 whatever the activations are and whatever is allowed.",
     ]
     for op, n, k in sorted({(row["op"], row["n"], row["k"]) for row in record["rows"]}):
         rows = [row for row in record["rows"] if (row["op"], row["n"], row["k"]) == (op, n, k)]
@@ -96,8 +60,8 @@ def _table_row(row: Row) -> str:
     return f"| {row['m']} | {row['dtype']} | {name} | {row['us']:.0f} | {faster} | {share} | {row['rel_err']:.2e} |"
 
 
-def plot(record: Row) -> Any:
-    """Speed-up over torch's layer of the same activations, one panel a shape and dtype of NF4."""
+def plot(record: Row) -> bytes:
+    """PNG: speed-up over torch's layer of the same activations, a panel for each shape and dtype of NF4."""
     from matplotlib.figure import Figure
 
     nf4 = [row for row in record["rows"] if row["op"] == "linear"]
@@ -117,8 +81,6 @@ def plot(record: Row) -> Any:
     figure.axes[0].set_ylabel("times as fast as torch")
     figure.axes[0].legend(fontsize="small")
     figure.suptitle(record["machine"])
-    return figure
-
-
-if __name__ == "__main__":
-    render(Path(sys.argv[1]))
+    data = io.BytesIO()
+    figure.savefig(data, dpi=120, format="png")
+    return data.getvalue()

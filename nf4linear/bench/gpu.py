@@ -8,23 +8,19 @@ the median over rounds.
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
 import itertools
-import json
-import os
 import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
-Row = dict[str, Any]
+from .record import Row, commit, first_line_of, versions
+
 Call = Callable[[], Any]
 
 PEERS = ("torch", "bitsandbytes", "humming-kernels", "transformers")
@@ -104,41 +100,11 @@ def record_of(rows: Sequence[Row], ceilings: Mapping[str, float]) -> Row:
     """The whole result file: where, when, with what, and the rows."""
     return {
         "machine": torch.cuda.get_device_name(0),
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **_versions()},
+        "driver": first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda, **versions(PEERS)},
         "command": shlex.join(["nf4linear", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "commit": _output_of("git", "rev-parse", "HEAD"),
+        "commit": commit(),
         "ceilings": dict(ceilings),
         "rows": list(rows),
     }
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PEERS:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def _output_of(*command: str) -> str | None:
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return lines[0] if lines else None
-
-
-def write(path: Path, data: bytes) -> None:
-    """Replace `path` at once: a run that is stopped leaves the old file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(data)
-    os.replace(temporary, path)
-
-
-def write_record(path: Path, record: Row) -> None:
-    write(path, (json.dumps(record, indent=1) + "\n").encode())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -18,10 +17,13 @@ from ..bench import generate as generate_bench
 from ..bench import gpu, linear_report, linear_w8
 from ..bench import linear as linear_bench
 from ..bench import mixed as mixed_bench
+from ..bench.record import write, write_record
+from .bench_cpu import cpu
 from .loading import ModelSource
-from .output import errors_to_exit
+from .output import errors_to_exit, need_matplotlib
 
 bench = typer.Typer(help="Time layers and models beside their peers.", no_args_is_help=True)
+bench.command()(cpu)
 console = Console(stderr=True)
 RESULTS = Path("benchmarks/results")
 FORMATS = {
@@ -59,7 +61,7 @@ def linear(
         if unknown := sorted(set(peer or ()) - set(known)):
             raise ValueError(f"--peer takes {', '.join(known)}; got {', '.join(unknown)}")
         if not tune:
-            _need_matplotlib()
+            need_matplotlib()
         ceilings = gpu.measure_ceilings()
         if tune:
             numbers = [m for m in numbers if m <= eager.MOST_TOKENS]
@@ -69,15 +71,13 @@ def linear(
             cells = linear_bench.sweep(shapes, numbers, dtype, peers, ceilings, weights)
         rows = _collect(cells, len(shapes) * len(numbers))
         record = gpu.record_of(rows, ceilings)
-        path = (
-            output
-            or RESULTS / f"{gpu.machine_slug()}-linear{'' if format == 'nf4' else '-w8'}{'-tune' if tune else ''}.json"
-        )
-        gpu.write_record(path, record)
+        kind = f"linear{'' if format == 'nf4' else '-w8'}{'-tune' if tune else ''}"
+        path = output or RESULTS / f"{gpu.machine_slug()}-{kind}.json"
+        write_record(path, record)
         text = linear_report.tune_markdown(record) if tune else linear_report.markdown(record)
-        gpu.write(path.with_suffix(".md"), text.encode())
+        write(path.with_suffix(".md"), text.encode())
         if not tune:
-            gpu.write(path.with_suffix(".png"), linear_report.plot(record))
+            write(path.with_suffix(".png"), linear_report.plot(record))
         print(text)
 
 
@@ -117,9 +117,9 @@ def generate(
             )
         record = gpu.record_of(rows, {})
         path = output or RESULTS / f"{gpu.machine_slug()}-generate.json"
-        gpu.write_record(path, record)
+        write_record(path, record)
         text = generate_bench.markdown(record)
-        gpu.write(path.with_suffix(".md"), text.encode())
+        write(path.with_suffix(".md"), text.encode())
         print(text)
 
 
@@ -135,7 +135,7 @@ def mixed(
     """Products of 16-bit and 8-bit matrices beside those of two 16-bit ones: TFLOP/s over shapes."""
     with errors_to_exit(console):
         _need_gpu()
-        _need_matplotlib()
+        need_matplotlib()
         if unknown := sorted(set(variant or ()) - set(mixed_products.VARIANTS)):
             raise ValueError(f"--variant takes {', '.join(mixed_products.VARIANTS)}; got {', '.join(unknown)}")
         shapes = mixed_bench.SHAPES[: 1 if quick else None]
@@ -145,10 +145,10 @@ def mixed(
                 rows += cell
         record = gpu.record_of(rows, gpu.measure_ceilings())
         path = output or RESULTS / f"{gpu.machine_slug()}-mixed.json"
-        gpu.write_record(path, record)
+        write_record(path, record)
         text = mixed_bench.markdown(record)
-        gpu.write(path.with_suffix(".md"), text.encode())
-        gpu.write(path.with_suffix(".png"), mixed_bench.plot(record))
+        write(path.with_suffix(".md"), text.encode())
+        write(path.with_suffix(".png"), mixed_bench.plot(record))
         print(text)
 
 
@@ -180,8 +180,3 @@ def _line(cell: Sequence[gpu.Row]) -> str:
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
         raise ValueError("this benchmark runs on an NVIDIA GPU and torch sees none")
-
-
-def _need_matplotlib() -> None:
-    if importlib.util.find_spec("matplotlib") is None:
-        raise ValueError("the plot needs matplotlib: pip install 'nf4linear[bench]'")

@@ -11,6 +11,8 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from ..bench.gpu import record_of
+from ..bench.record import write_record
 from ..lab import bench as bench_step
 from ..lab import convert as convert_step
 from ..lab import experiment, program
@@ -169,7 +171,7 @@ def convert(
             rows = convert_step.conversion_rows(library) + convert_step.product_rows(library)
         print(convert_step.report(rows))
         if output is not None:
-            convert_step.write_json(output, rows)
+            write_record(output, record_of(rows, {}))
             console.print(f"wrote {output}", soft_wrap=True, highlight=False)
 
 

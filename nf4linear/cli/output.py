@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterable, Iterator
@@ -30,6 +31,11 @@ def errors_to_exit(console: Console) -> Iterator[None]:
 def print_notes(console: Console, notes: Iterable[str]) -> None:
     for note in notes:
         console.print(Text.assemble(("note: ", "yellow"), note), soft_wrap=True)
+
+
+def need_matplotlib() -> None:
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the plot needs matplotlib: pip install 'nf4linear[bench]'")
 
 
 @contextmanager

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import collections
 import ctypes
-import json
 import re
 import shutil
 import subprocess
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .. import mixed
-from ..bench.gpu import race, record_of
+from ..bench.gpu import race
 from . import program, tables
 
 Row = dict[str, Any]
@@ -202,12 +201,6 @@ def counts_of(sass: str, loop_weights: int) -> dict[tuple[str, str], float]:
         for (how, conversion), total in totals.items()
         if how != "nothing" and ("nothing", conversion) in totals
     }
-
-
-def write_json(path: Path, rows: Sequence[Row]) -> None:
-    """The rows with machine, versions and command, as every result file has them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(record_of(rows, {}), indent=1) + "\n")
 
 
 # ---- tables ----------------------------------------------------------------------------------------------------------

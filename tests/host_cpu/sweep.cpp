@@ -160,7 +160,7 @@ void check_dequantize(const Weight& t, int dtype) {
       fail(t, "dequantize", 0, dtype);
 }
 
-void check_linear(const Weight& t, int64_t m, int dtype, int threads) {
+void check_linear(const Weight& t, int64_t m, int dtype, int32_t flags, int threads) {
   const size_t size = dtype == NF4L_F32 ? 4 : 2;
   const int64_t n = t.w.n, k = t.w.k;
   Buffer<uint8_t> x(m * k * size), y(m * n * size), bias(n * size);
@@ -168,6 +168,7 @@ void check_linear(const Weight& t, int64_t m, int dtype, int threads) {
   for (int64_t i = 0; i < n; ++i) store_exact(bias.data, i, dtype, static_cast<int>(rng() % 65) - 32);
   nf4l_linear_args a{};
   a.dtype = dtype;
+  a.flags = flags;
   a.m = m;
   a.x = x.data;
   a.x_stride = k;
@@ -179,7 +180,8 @@ void check_linear(const Weight& t, int64_t m, int dtype, int threads) {
     return;
   }
   if (status != NF4L_OK) fail(t, "linear status", m, dtype);
-  const double tolerance = dtype == NF4L_F32 ? 2e-6 : dtype == NF4L_F16 ? 1e-3 : 1e-2;
+  const bool float32 = dtype == NF4L_F32 && !flags;
+  const double tolerance = float32 ? 2e-6 : dtype == NF4L_F16 ? 1e-3 : 1e-2;
   for (int64_t r = 0; r < m; ++r)
     for (int64_t c = 0; c < n; ++c) {
       double sum = a.bias ? load(bias.data, c, dtype) : 0.0, magnitude = fabs(sum);
@@ -207,8 +209,9 @@ int main() {
   const auto check = [&](const Weight& t) {
     for (int dtype : dtypes) {
       check_dequantize(t, dtype);
-      for (int64_t m : rows) check_linear(t, m, dtype, 1 + ++cases % 3);
+      for (int64_t m : rows) check_linear(t, m, dtype, 0, 1 + ++cases % 3);
     }
+    for (int64_t m : rows) check_linear(t, m, NF4L_F32, NF4L_ALLOW_BF16, 1 + ++cases % 3);
   };
   for (const Shape s : shapes) {
     for (int format : {NF4L_NF4, NF4L_FP4})
