@@ -42,6 +42,30 @@ constexpr GemmW8Row GEMM_W8_TABLE[] = {
     {33, 64, 0, gemm_w8_shape(64, 4), true},
 };
 
+constexpr int64_t GEMM_W8_MOST_TABLE_TOKENS = 64;
+
+// More tokens than those: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that, but few
+// tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
+struct GemmW8Cost {
+  int shape;    // in GEMM_W8_SHAPES
+  int k_tile;   // of one output tile
+};
+constexpr GemmW8Cost GEMM_W8_COSTS[] = {
+    {gemm_w8_shape(128, 2), 190},
+    {gemm_w8_shape(192, 2), 200},
+    {gemm_w8_shape(216, 2), 220},
+    {gemm_w8_shape(256, 2), 256},
+};
+constexpr int64_t GEMM_W8_TILE_COST = 850;  // of an output tile: its start and its end
+constexpr int64_t GEMM_W8_CUT_COST = 5000;  // of tiles shared by blocks: sums left, waited for and added
+
+constexpr int64_t gemm_w8_cost(const GemmW8Plan& plan, int64_t k_tile) {
+  const GemmCut& cut = plan.cut;
+  const int64_t whole = ceil_div(cut.whole_tiles, cut.blocks) * (cut.k_tiles * k_tile + GEMM_W8_TILE_COST);
+  const int64_t line = cut.deal.base + (cut.deal.extra > 0);
+  return line ? whole + line * k_tile + GEMM_W8_CUT_COST : whole;
+}
+
 // One of the two, or neither.
 struct W8Launch {
   enum { none, small, gemm } engine = none;
@@ -77,7 +101,22 @@ struct W8Picker {
     return shape < SMALL_W8_SHAPE_COUNT + GEMM_W8_SHAPE_COUNT && gemm(shape - SMALL_W8_SHAPE_COUNT, cut != 1);
   }
 
+  bool cheapest_gemm() {
+    int64_t best = W8_ANY;
+    int shape = -1;
+    bool cut = false;
+    for (const GemmW8Cost& cost : GEMM_W8_COSTS) {
+      for (const bool cuts : {false, true}) {
+        if (!gemm(cost.shape, cuts)) continue;
+        const int64_t this_one = gemm_w8_cost(launch.gemm_plan, cost.k_tile);
+        if (this_one < best) best = this_one, shape = cost.shape, cut = cuts;
+      }
+    }
+    return shape >= 0 && gemm(shape, cut);
+  }
+
   bool from_gemm_table() {
+    if (a.m > GEMM_W8_MOST_TABLE_TOKENS) return cheapest_gemm();
     for (const GemmW8Row& row : GEMM_W8_TABLE) {
       if (a.m < row.m_first || a.m > row.m_last || w.n * w.k < row.weights_first) continue;
       return gemm(row.shape, row.cut);
