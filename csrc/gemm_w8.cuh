@@ -12,6 +12,9 @@
 //     many tokens    step s:    fence | wgmma a[s] | commit | wait until two are under way | convert step s + 2
 //     few tokens     k tile i:  fence | four wgmma | commit | wait for k tile i - 1 | convert k tile i + 1
 //
+// For few tokens x is read as often as there are row blocks, which may take as long as the weight; so two blocks of a cluster
+// read half of it each, for both.
+//
 // Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row blocks
 // are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h, gemm_w8_finish.cuh).
 #pragma once
@@ -57,7 +60,9 @@ struct GemmW8Hand {
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(ring.full(at.stage), at.phase); }
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
+    if (used < 0 || lane >= S.cluster) return;
+    if constexpr (S.cluster == 1) mbarrier_arrive(ring.empty(used));
+    else mbarrier_arrive_cluster(ring.empty(used), lane);
   }
 
   // After this the sums may be read.
@@ -171,8 +176,9 @@ __device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const Ge
   constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
   using Hand = std::conditional_t<S.tokens <= 128, GemmW8Tiles<Code, T, SHAPE>, GemmW8Steps<Code, T, SHAPE>>;
   Hand hand = {{ring, warp, lane}};
-  const GemmW8Finish<T, SHAPE> finish = {args, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
-  GemmPieces piece(args.cut, blockIdx.x);
+  const GemmW8Place<S.cluster> place;
+  const GemmW8Finish<T, SHAPE> finish = {args, place, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
+  GemmPieces piece(args.cut, place.cluster);
   int left = piece.k_tiles_left();
   if (left > 0) hand.start();
   while (piece.next()) {
@@ -192,25 +198,31 @@ __global__ void __launch_bounds__(GEMM_W8_SHAPES[SHAPE].threads(), 1) gemm_w8_ke
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmW8Ring<SHAPE> ring = {smem_address(smem)};
+  const auto begin = [] {
+    if constexpr (S.cluster > 1) cluster_sync();
+    else __syncthreads();
+  };
   if (warp >= S.consumers * 4) {
     setmaxnreg_dec<REGISTERS.feeder>();
     const bool feeds = warp == S.consumers * 4 && lane == 0;
-    const GemmW8Feeder<SHAPE> feeder = {args, ring};
+    const GemmW8Feeder<SHAPE> feeder = {args, ring, {}};
     if (feeds) {
       ring.init();
       feeder.fill();
     }
-    __syncthreads();
+    begin();
     if (feeds) {
       grid_wait();
       feeder.run();
     }
   } else {
     setmaxnreg_inc<REGISTERS.consumer>();
-    __syncthreads();
+    begin();
     grid_wait();  // slots, flags and y may be in use until then
     gemm_w8_consume<Code, T, SHAPE>(args, ring, warp, lane);
   }
+  // No block leaves while others copy to it or arrive at its barriers.
+  if constexpr (S.cluster > 1) cluster_sync();
 #endif
 }
 

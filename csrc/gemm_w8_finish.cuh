@@ -22,6 +22,7 @@ struct GemmW8Finish {
   static constexpr int RESULTS = S.lane_results(), VECTORS = RESULTS / 4;
   using Sums = float[RESULTS];
   const GemmW8Args& args;
+  const GemmW8Place<S.cluster> place;
   const uint32_t buffers;  // two
   const int consumer, thread;
 
@@ -40,32 +41,38 @@ struct GemmW8Finish {
     }
     if (piece.end < args.cut.k_tiles) collect(sums, (piece.tile - args.cut.whole_tiles + 1) * args.cut.k_tiles);
     // Addresses made from the thread's number are not worth registers in the loop before.
-    const GemmW8Finish here = {args, buffers, consumer, int(mov_in_order(thread))};
+    const GemmW8Finish here = {args, place, buffers, consumer, int(mov_in_order(thread))};
     here.store(sums, OutTile(args.cut, piece.tile));
   }
 
   // Asks for the row maxima that the end of a piece will need.
   __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
-    const int row = OutTile(args.cut, piece.tile).row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
+    const int first_tile = place.first_row_tile(args, OutTile(args.cut, piece.tile).row_block);
+    const int row = first_tile * TILE_ROWS + consumer * WARPGROUP_ROWS;
     if (piece.begin == 0 && thread < WARPGROUP_ROWS && row + thread < args.n) prefetch_l1(args.row_maxima + row + thread);
   }
 
  private:
   __device__ __forceinline__ void store(Sums& sums, OutTile out) const {
-    const int first_row = out.row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
-    const int end_row = min(args.n, (out.row_block + 1) * args.block_row_tiles * TILE_ROWS);
+    const int first_tile = place.first_row_tile(args, out.row_block);
+    const int first_row = first_tile * TILE_ROWS + consumer * WARPGROUP_ROWS;
+    const int end_row = min(args.n, (first_tile + args.block_row_tiles) * TILE_ROWS);
     scale(sums, first_row);
     if (args.transposed) store_by<true>(sums, out.token_tile * S.tokens, first_row, end_row);
     else store_by<false>(sums, out.token_tile * S.tokens, first_row, end_row);
   }
 
-  __device__ __forceinline__ float4* slot(int block) const {
-    return args.slots + (int64_t(block) * S.consumers + consumer) * (VECTORS * WARPGROUP) + thread;
+  // Of this block's counterpart in a cluster.
+  __device__ __forceinline__ float4* slot(int cluster) const {
+    return args.slots + (int64_t(cluster * S.cluster + place.rank) * S.consumers + consumer) * (VECTORS * WARPGROUP) + thread;
+  }
+  __device__ __forceinline__ unsigned* raised(int cluster) const {
+    return args.raised + cluster * S.cluster + place.rank;
   }
   __device__ __forceinline__ unsigned flag() const { return 1u << (8 * consumer); }
 
   __device__ __forceinline__ void leave(const Sums& sums) const {
-    float4* to = slot(blockIdx.x);
+    float4* to = slot(place.cluster);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const float* v = sums + 4 * i;
@@ -73,22 +80,22 @@ struct GemmW8Finish {
     }
     __threadfence();
     sync();
-    if (thread == 0) red_add_release_gpu(args.raised + blockIdx.x, flag());
+    if (thread == 0) red_add_release_gpu(raised(place.cluster), flag());
   }
 
-  // The slots of the blocks behind this one that begin before unit `end` of the line.
+  // The slots of the clusters behind this one that begin before unit `end` of the line.
   __device__ __forceinline__ void collect(Sums& sums, int end) const {
-    const int next = blockIdx.x + 1, stop = args.cut.deal.blocks_before(end);
-    for (int block = next + thread; block < stop; block += WARPGROUP) {
-      while ((ld_acquire_gpu(args.raised + block) & flag()) == 0) {
+    const int next = place.cluster + 1, stop = args.cut.deal.blocks_before(end);
+    for (int cluster = next + thread; cluster < stop; cluster += WARPGROUP) {
+      while ((ld_acquire_gpu(raised(cluster)) & flag()) == 0) {
       }
-      atomicSub(args.raised + block, flag());
+      atomicSub(raised(cluster), flag());
     }
     sync();
     constexpr int BATCH = 8;  // loads in flight together
 #pragma unroll(VECTORS < BATCH ? 2 : 1)
-    for (int block = next; block < stop; ++block) {
-      const float4* from = slot(block);
+    for (int cluster = next; cluster < stop; ++cluster) {
+      const float4* from = slot(cluster);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (i > 0 && i % BATCH == 0) asm volatile("" ::: "memory");

@@ -25,9 +25,12 @@ SPECS = (
     EightBitSpec("w8_s8", 300, 1024, group_size=64),
     EightBitSpec("w8_s8", 130, 640, group_size=128),
 )
-# (row tiles, tokens) of SMALL_W8_SHAPES, tokens of GEMM_W8_SHAPES (csrc/small_w8_plan.h, gemm_w8_plan.h).
+# (row tiles, tokens) of SMALL_W8_SHAPES, (tokens, consumers, cluster) of GEMM_W8_SHAPES (csrc/*_w8_plan.h).
 SMALL = ((1, 1), (1, 8), (1, 16), (2, 32))
-GEMM = (16, 32, 64, 128, 192, 224, 256)
+GEMM = (
+    (32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 2, 1), (64, 2, 2), (128, 2, 1), (192, 2, 1), (216, 2, 1),
+    (256, 2, 1),
+)  # fmt: skip
 WHOLE, CUT = 1, 2
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DEPENDENT, TRANSPOSED = native.DEPENDENT_LAUNCH, native.TRANSPOSED_OUTPUT
@@ -38,8 +41,8 @@ def tuned(shape: int, cut: int) -> int:
     return (1 + shape) << 8 | cut << 16
 
 
-def gemm_flags(tokens: int, cut: int) -> int:
-    return tuned(len(SMALL) + GEMM.index(tokens), cut)
+def gemm_flags(shape: int, cut: int) -> int:
+    return tuned(len(SMALL) + shape, cut)
 
 
 @pytest.fixture(scope="module")
@@ -130,13 +133,14 @@ def test_every_small_shape_and_cut(weight, library, dtype, shape, slices):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cut", [WHOLE, CUT])
-@pytest.mark.parametrize("shape", GEMM)
+@pytest.mark.parametrize("shape", range(len(GEMM)), ids=lambda i: "x".join(map(str, GEMM[i])))
 def test_every_hopper_shape_and_cut(hopper, weight, library, dtype, shape, cut):
     spec, canonical, packed = weight
     flags = gemm_flags(shape, cut)
     exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
     bias = torch.randn(spec.n, device="cuda").to(dtype)
-    for tokens in (1, shape - 1, shape, 2 * shape + 8):
+    most = GEMM[shape][0]
+    for tokens in (1, most - 1, most, 2 * most + 8):
         x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
         got = launch(library, spec, packed, x, flags, bias)
         if spec.group_size:
