@@ -92,8 +92,8 @@ struct GemmW8Finish {
       atomicSub(raised(cluster), flag());
     }
     sync();
-    constexpr int BATCH = 8;  // loads in flight together
-#pragma unroll(VECTORS < BATCH ? 2 : 1)
+    constexpr int BATCH = 8;  // loads in flight together, or more where registers are left
+#pragma unroll(S.consumers == 2 && VECTORS <= BATCH ? 4 : VECTORS < BATCH ? 2 : 1)
     for (int cluster = next; cluster < stop; ++cluster) {
       const float4* from = slot(cluster);
 #pragma unroll
