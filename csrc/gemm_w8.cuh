@@ -9,11 +9,9 @@
 // There is no scale in the loop: that of a row multiplies the finished sums. So the instructions between two wgmma are few, and
 // each warpgroup goes its own way, converting behind what it has given to the tensor cores:
 //
-//     many tokens    step s:    fence | wgmma a[s] | commit | wait until two are under way | convert step s + 2
-//     few tokens     k tile i:  fence | four wgmma | commit | wait for k tile i - 1 | convert k tile i + 1
-//
-// For few tokens x is read as often as there are row blocks, which may take as long as the weight; so two blocks of a cluster
-// read half of it each, for both.
+//     one k16 step at once:  step s:    fence | wgmma a[s] | commit | wait until two are under way | convert step s + 2
+//     two:                   half h:    fence | two wgmma  | commit | wait for half h - 1 | convert half h + 1
+//     a whole k tile:        k tile i:  fence | four wgmma | commit | wait for k tile i - 1 | convert k tile i + 1
 //
 // Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row blocks
 // are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h, gemm_w8_finish.cuh).
@@ -60,9 +58,7 @@ struct GemmW8Hand {
   __device__ __forceinline__ void wait_full() const { mbarrier_wait(ring.full(at.stage), at.phase); }
   __device__ __forceinline__ void release() const {
     __syncwarp();
-    if (used < 0 || lane >= S.cluster) return;
-    if constexpr (S.cluster == 1) mbarrier_arrive(ring.empty(used));
-    else mbarrier_arrive_cluster(ring.empty(used), lane);
+    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
   }
 
   // After this the sums may be read.
@@ -73,7 +69,7 @@ struct GemmW8Hand {
   }
 };
 
-// Many tokens. Fragments of four k16 steps take turns.
+// One k16 step at once. Fragments of four take turns.
 template <class Code, class T, int SHAPE>
 struct GemmW8Steps : GemmW8Hand<T, SHAPE> {
   uint4 words[2];
@@ -125,7 +121,7 @@ struct GemmW8Steps : GemmW8Hand<T, SHAPE> {
   }
 };
 
-// Few tokens, whose wgmma are short. Fragments of two k tiles take turns.
+// A whole k tile at once. Fragments of two take turns.
 template <class Code, class T, int SHAPE>
 struct GemmW8Tiles : GemmW8Hand<T, SHAPE> {
   bool odd = false;  // which half of `a` is next
@@ -162,6 +158,46 @@ struct GemmW8Tiles : GemmW8Hand<T, SHAPE> {
   }
 };
 
+// Two k16 steps at once. Fragments of four take turns.
+template <class Code, class T, int SHAPE>
+struct GemmW8Halves : GemmW8Hand<T, SHAPE> {
+  uint4 words[2];
+  uint32_t a[2][2][4];
+
+  __device__ __forceinline__ void load() {
+    this->wait_full();
+#pragma unroll
+    for (int half = 0; half < 2; ++half) words[half] = this->codes(this->at.stage, half);
+  }
+  __device__ __forceinline__ void convert(int half) { convert_fragments<Code, T>(words[half], a[half][0], a[half][1]); }
+
+  __device__ __forceinline__ void half(int h, uint64_t x, bool add) {
+    wgmma_fence();
+#pragma unroll
+    for (int s = 0; s < 2; ++s) wgmma_m64k16<T>(this->sums, a[h][s], x + 4 * h + 2 * s, add || s > 0);
+    wgmma_commit_group();
+    wgmma_wait_group<1>();
+  }
+
+  __device__ __forceinline__ void start() {
+    load();
+    convert(0);
+  }
+
+  __device__ __forceinline__ void multiply(bool add, bool more) {
+    const int stage = this->at.stage;
+    const uint64_t x = wgmma_descriptor(this->ring.x(stage));
+    this->at.step();
+    half(0, x, add);
+    this->release();  // every wgmma of the k tile before is complete
+    this->used = stage;
+    convert(1);
+    if (more) load();
+    half(1, x, true);
+    convert(0);
+  }
+};
+
 // Registers of a thread: the block starts with an equal share for all, and the feeding warpgroup gives most of its own away.
 struct GemmW8Registers {
   int feeder, consumer;
@@ -174,11 +210,11 @@ struct GemmW8Registers {
 template <class Code, class T, int SHAPE>
 __device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp, int lane) {
   constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
-  using Hand = std::conditional_t<S.tokens <= 128, GemmW8Tiles<Code, T, SHAPE>, GemmW8Steps<Code, T, SHAPE>>;
+  using Several = std::conditional_t<S.steps == 2, GemmW8Halves<Code, T, SHAPE>, GemmW8Tiles<Code, T, SHAPE>>;
+  using Hand = std::conditional_t<S.steps == 1, GemmW8Steps<Code, T, SHAPE>, Several>;
   Hand hand = {{ring, warp, lane}};
-  const GemmW8Place<S.cluster> place;
-  const GemmW8Finish<T, SHAPE> finish = {args, place, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
-  GemmPieces piece(args.cut, place.cluster);
+  const GemmW8Finish<T, SHAPE> finish = {args, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
+  GemmPieces piece(args.cut, blockIdx.x);
   int left = piece.k_tiles_left();
   if (left > 0) hand.start();
   while (piece.next()) {
@@ -198,31 +234,25 @@ __global__ void __launch_bounds__(GEMM_W8_SHAPES[SHAPE].threads(), 1) gemm_w8_ke
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmW8Ring<SHAPE> ring = {smem_address(smem)};
-  const auto begin = [] {
-    if constexpr (S.cluster > 1) cluster_sync();
-    else __syncthreads();
-  };
   if (warp >= S.consumers * 4) {
     setmaxnreg_dec<REGISTERS.feeder>();
     const bool feeds = warp == S.consumers * 4 && lane == 0;
-    const GemmW8Feeder<SHAPE> feeder = {args, ring, {}};
+    const GemmW8Feeder<SHAPE> feeder = {args, ring};
     if (feeds) {
       ring.init();
       feeder.fill();
     }
-    begin();
+    __syncthreads();
     if (feeds) {
       grid_wait();
       feeder.run();
     }
   } else {
     setmaxnreg_inc<REGISTERS.consumer>();
-    begin();
+    __syncthreads();
     grid_wait();  // slots, flags and y may be in use until then
     gemm_w8_consume<Code, T, SHAPE>(args, ring, warp, lane);
   }
-  // No block leaves while others copy to it or arrive at its barriers.
-  if constexpr (S.cluster > 1) cluster_sync();
 #endif
 }
 

@@ -22,7 +22,6 @@ struct GemmW8Finish {
   static constexpr int RESULTS = S.lane_results(), VECTORS = RESULTS / 4;
   using Sums = float[RESULTS];
   const GemmW8Args& args;
-  const GemmW8Place<S.cluster> place;
   const uint32_t buffers;  // two
   const int consumer, thread;
 
@@ -41,38 +40,32 @@ struct GemmW8Finish {
     }
     if (piece.end < args.cut.k_tiles) collect(sums, (piece.tile - args.cut.whole_tiles + 1) * args.cut.k_tiles);
     // Addresses made from the thread's number are not worth registers in the loop before.
-    const GemmW8Finish here = {args, place, buffers, consumer, int(mov_in_order(thread))};
+    const GemmW8Finish here = {args, buffers, consumer, int(mov_in_order(thread))};
     here.store(sums, OutTile(args.cut, piece.tile));
   }
 
   // Asks for the row maxima that the end of a piece will need.
   __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
-    const int first_tile = place.first_row_tile(args, OutTile(args.cut, piece.tile).row_block);
-    const int row = first_tile * TILE_ROWS + consumer * WARPGROUP_ROWS;
+    const int row = OutTile(args.cut, piece.tile).row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
     if (piece.begin == 0 && thread < WARPGROUP_ROWS && row + thread < args.n) prefetch_l1(args.row_maxima + row + thread);
   }
 
  private:
   __device__ __forceinline__ void store(Sums& sums, OutTile out) const {
-    const int first_tile = place.first_row_tile(args, out.row_block);
-    const int first_row = first_tile * TILE_ROWS + consumer * WARPGROUP_ROWS;
-    const int end_row = min(args.n, (first_tile + args.block_row_tiles) * TILE_ROWS);
+    const int first_row = out.row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
+    const int end_row = min(args.n, (out.row_block + 1) * args.block_row_tiles * TILE_ROWS);
     scale(sums, first_row);
     if (args.transposed) store_by<true>(sums, out.token_tile * S.tokens, first_row, end_row);
     else store_by<false>(sums, out.token_tile * S.tokens, first_row, end_row);
   }
 
-  // Of this block's counterpart in a cluster.
-  __device__ __forceinline__ float4* slot(int cluster) const {
-    return args.slots + (int64_t(cluster * S.cluster + place.rank) * S.consumers + consumer) * (VECTORS * WARPGROUP) + thread;
-  }
-  __device__ __forceinline__ unsigned* raised(int cluster) const {
-    return args.raised + cluster * S.cluster + place.rank;
+  __device__ __forceinline__ float4* slot(int block) const {
+    return args.slots + (int64_t(block) * S.consumers + consumer) * (VECTORS * WARPGROUP) + thread;
   }
   __device__ __forceinline__ unsigned flag() const { return 1u << (8 * consumer); }
 
   __device__ __forceinline__ void leave(const Sums& sums) const {
-    float4* to = slot(place.cluster);
+    float4* to = slot(blockIdx.x);
 #pragma unroll
     for (int i = 0; i < VECTORS; ++i) {
       const float* v = sums + 4 * i;
@@ -80,22 +73,22 @@ struct GemmW8Finish {
     }
     __threadfence();
     sync();
-    if (thread == 0) red_add_release_gpu(raised(place.cluster), flag());
+    if (thread == 0) red_add_release_gpu(args.raised + blockIdx.x, flag());
   }
 
-  // The slots of the clusters behind this one that begin before unit `end` of the line.
+  // The slots of the blocks behind this one that begin before unit `end` of the line.
   __device__ __forceinline__ void collect(Sums& sums, int end) const {
-    const int next = place.cluster + 1, stop = args.cut.deal.blocks_before(end);
-    for (int cluster = next + thread; cluster < stop; cluster += WARPGROUP) {
-      while ((ld_acquire_gpu(raised(cluster)) & flag()) == 0) {
+    const int next = blockIdx.x + 1, stop = args.cut.deal.blocks_before(end);
+    for (int block = next + thread; block < stop; block += WARPGROUP) {
+      while ((ld_acquire_gpu(args.raised + block) & flag()) == 0) {
       }
-      atomicSub(raised(cluster), flag());
+      atomicSub(args.raised + block, flag());
     }
     sync();
     constexpr int BATCH = 8;  // loads in flight together, or more where registers are left
 #pragma unroll(S.consumers == 2 && VECTORS <= BATCH ? 4 : VECTORS < BATCH ? 2 : 1)
-    for (int cluster = next; cluster < stop; ++cluster) {
-      const float4* from = slot(cluster);
+    for (int block = next; block < stop; ++block) {
+      const float4* from = slot(block);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
         if (i > 0 && i % BATCH == 0) asm volatile("" ::: "memory");
@@ -121,51 +114,48 @@ struct GemmW8Finish {
     }
   }
 
-  // Through buffers [STORE_TOKENS][64 rows], or transposed [64 rows][STORE_TOKENS], that take turns.
+  // Through shared memory, so that y is written in lines of 128 bytes: 32 tokens x 64 rows at once, in two buffers that take
+  // turns, or transposed 64 rows x 64 tokens, in both together.
   template <bool TRANSPOSED>
   __device__ __forceinline__ void store_by(const Sums& sums, int first_token, int first_row, int end_row) const {
-    constexpr int STEP = S.STORE_TOKENS;
+    constexpr int STEP = TRANSPOSED ? 2 * S.STORE_TOKENS : S.STORE_TOKENS;
 #pragma unroll
     for (int first = 0; first < S.tokens; first += STEP) {
-      const uint32_t buffer = buffers + first / STEP % 2 * GemmW8Shared::out_bytes();
-      write<TRANSPOSED>(sums, first, buffer);
+      const uint32_t buffer = buffers + (TRANSPOSED ? 0 : first / STEP % 2 * GemmW8Shared::out_bytes());
+      write<TRANSPOSED, STEP>(sums, first, buffer);
       sync();
       const int end_token = min(args.m, first_token + (first + STEP < S.tokens ? first + STEP : S.tokens));
-      read<TRANSPOSED>(buffer, first_token + first, end_token, first_row, end_row);
+      read<TRANSPOSED, STEP>(buffer, first_token + first, end_token, first_row, end_row);
+      if (TRANSPOSED) sync();
     }
-    sync();  // the buffers may be written again
+    if (!TRANSPOSED) sync();  // the buffers may be written again
   }
 
-  // Tokens from `first` on, swizzled so that neither way in nor out meets in banks.
-  template <bool TRANSPOSED>
+  // Tokens from `first` on; a line is swizzled so that neither way in nor out meets in banks.
+  template <bool TRANSPOSED, int STEP>
   __device__ __forceinline__ void write(const Sums& sums, int first, uint32_t buffer) const {
     const int lane = thread % WARP, warp = thread / WARP;
     const auto pair = [&](int i) { return i < RESULTS ? round_pair<T>(sums[i], sums[i + 1]) : 0; };
 #pragma unroll
-    for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
+    for (int j = 0; j < STEP / 8; j += 2) {
       const int i = (first / 8 + j) * 4;
       if (i >= RESULTS) break;
       if constexpr (TRANSPOSED) {
-        stmatrix_x4(buffer + at<TRANSPOSED>(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(i), pair(i + 2), pair(i + 4),
-                    pair(i + 6));
+        stmatrix_x4(buffer + at(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(i), pair(i + 2), pair(i + 4), pair(i + 6));
       } else {
-        stmatrix_x4_trans(buffer + at<TRANSPOSED>((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), pair(i), pair(i + 2),
+        stmatrix_x4_trans(buffer + at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), pair(i), pair(i + 2),
                           pair(i + 4), pair(i + 6));
       }
     }
   }
 
   // Byte of 16-byte chunk `chunk` of a line.
-  template <bool TRANSPOSED>
-  __device__ __forceinline__ static int at(int line, int chunk) {
-    return TRANSPOSED ? line * 64 + ((chunk ^ line / 2 % 4) << 4) : line * 128 + ((chunk ^ line % 8) << 4);
-  }
+  __device__ __forceinline__ static int at(int line, int chunk) { return line * 128 + ((chunk ^ line % 8) << 4); }
 
   // Tokens first_token .. end_token - 1, rows first_row .. end_row - 1, as far as they are in the buffer.
-  template <bool TRANSPOSED>
+  template <bool TRANSPOSED, int STEP>
   __device__ __forceinline__ void read(uint32_t buffer, int first_token, int end_token, int first_row, int end_row) const {
-    constexpr int LINES = TRANSPOSED ? WARPGROUP_ROWS : S.STORE_TOKENS;
-    constexpr int CHUNKS = (TRANSPOSED ? S.STORE_TOKENS : WARPGROUP_ROWS) / 8;
+    constexpr int LINES = TRANSPOSED ? WARPGROUP_ROWS : STEP, CHUNKS = 8;
     const int64_t pitch = TRANSPOSED ? args.m : args.n;
     const int first_line = TRANSPOSED ? first_row : first_token, lines = (TRANSPOSED ? end_row : end_token) - first_line;
     const int first_column = TRANSPOSED ? first_token : first_row;
@@ -173,9 +163,9 @@ struct GemmW8Finish {
     uint16_t* const y = static_cast<uint16_t*>(args.y) + first_line * pitch + first_column;
 #pragma unroll
     for (int i = 0; i < LINES * CHUNKS; i += WARPGROUP) {
-      const int line = (i + thread) / CHUNKS, chunk = (i + thread) % CHUNKS, left = columns - chunk * 8;
+      const int line = (i + thread) / CHUNKS, chunk = thread % CHUNKS, left = columns - chunk * 8;
       if (line >= lines || left <= 0) continue;
-      const uint4 v = ld_shared_u32x4(buffer + at<TRANSPOSED>(line, chunk));
+      const uint4 v = ld_shared_u32x4(buffer + at(line, chunk));
       uint16_t* const to = y + line * pitch + chunk * 8;
       if (args.vectors && left >= 8) {
         *reinterpret_cast<uint4*>(to) = v;

@@ -25,19 +25,16 @@ int launch_gemm_w8(const GemmW8Plan& plan, const GemmW8Args& args, bool dependen
   const auto kernel = gemm_w8_kernel<Code, T, SHAPE>;
   const int arch = prepare_kernel(state, reinterpret_cast<const void*>(kernel), device, shared_limit);
   if (arch < 0) return arch;
-  constexpr unsigned CLUSTER = GEMM_W8_SHAPES[SHAPE].cluster;
-  cudaLaunchAttribute attributes[2] = {};
-  attributes[0].id = cudaLaunchAttributeClusterDimension;
-  attributes[0].val.clusterDim = {CLUSTER, 1, 1};
-  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attributes[1].val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute dependent = {};
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
-  config.gridDim = plan.cut.blocks * CLUSTER;
+  config.gridDim = plan.cut.blocks;
   config.blockDim = GEMM_W8_SHAPES[SHAPE].threads();
   config.dynamicSmemBytes = plan.shared_bytes;
   config.stream = stream;
-  config.attrs = attributes;
-  config.numAttrs = dependent_launch ? 2 : 1;
+  config.attrs = &dependent;
+  config.numAttrs = dependent_launch ? 1 : 0;
   return status_of(cudaLaunchKernelEx(&config, kernel, args));
 }
 
@@ -71,9 +68,8 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
     if (const int status = claim_arrivals(a.raised, device, stream, spare)) return status;
   }
   constexpr bool HALF = std::is_same_v<T, __half>;
-  const int box_tokens = GEMM_W8_SHAPES[plan.shape].tokens / GEMM_W8_SHAPES[plan.shape].cluster;
   const int64_t row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  if (const int status = encode_matrix16(a.x, HALF, l.x, l.m, w.k, row_bytes, box_tokens)) return status;
+  if (const int status = encode_matrix16(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens)) return status;
   const int row_tiles = int(ceil_div(w.n, TILE_ROWS));
   const int status = encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, plan.block_row_tiles);
   if (status) return status;

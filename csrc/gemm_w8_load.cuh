@@ -14,28 +14,17 @@ namespace nf4l {
 
 struct GemmW8Args {
   CUtensorMap codes;        // [row_tiles][k_tiles][2][512], in boxes of one k tile of a row block
-  CUtensorMap x;            // [m][k], in boxes [tokens / cluster][64]
+  CUtensorMap x;            // [m][k], in boxes [tokens][64]
   const float* row_maxima;  // [n]
   const void* bias;         // [n] or NULL
   void* y;                  // [m, n], or transposed [n, m]
-  float4* slots;            // [clusters][blocks][consumers][lane_results / 4][128]
-  unsigned* raised;         // [clusters][blocks], zero before and after
+  float4* slots;            // [blocks][consumers][lane_results / 4][128]
+  unsigned* raised;         // [blocks], zero before and after
   int m, n;
   int block_row_tiles;
   GemmCut cut;
   bool transposed;
   bool vectors;             // y takes 16 bytes at once
-};
-
-// Which block of which cluster this one is.
-template <int CLUSTER>
-struct GemmW8Place {
-  int cluster = blockIdx.x / CLUSTER, rank = blockIdx.x % CLUSTER;
-
-  // First row tile of a row block's part that is this block's.
-  __device__ __forceinline__ int first_row_tile(const GemmW8Args& args, int row_block) const {
-    return (row_block * CLUSTER + rank) * args.block_row_tiles;
-  }
 };
 
 // Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.
@@ -71,7 +60,7 @@ struct GemmW8Ring {
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < S.stages; ++s) {
       mbarrier_init(full(s), 1);
-      mbarrier_init(empty(s), S.cluster * S.consumers * 4);
+      mbarrier_init(empty(s), S.consumers * 4);
     }
     fence_mbarrier_init();
   }
@@ -84,12 +73,11 @@ struct GemmW8Feeder {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
   const GemmW8Args& args;
   const GemmW8Ring<SHAPE>& ring;
-  const GemmW8Place<S.cluster> place;
 
   // Codes for as many k tiles as there are stages: nothing that the kernel before may have written.
   __device__ __forceinline__ void fill() const {
     GemmW8Position<S.stages> at(1);
-    GemmPieces piece(args.cut, place.cluster);
+    GemmPieces piece(args.cut, blockIdx.x);
     for (int filled = 0; filled < S.stages && piece.next();) {
       const int row_block = OutTile(args.cut, piece.tile).row_block;
       for (int k = piece.begin; k < piece.end && filled < S.stages; ++k, ++filled, at.step()) copy_codes(at.stage, k, row_block);
@@ -99,15 +87,15 @@ struct GemmW8Feeder {
   // x for what fill() began, then both.
   __device__ __forceinline__ void run() const {
     GemmW8Position<S.stages> at(1);
-    GemmPieces piece(args.cut, place.cluster);
+    GemmPieces piece(args.cut, blockIdx.x);
     for (int i = 0; piece.next();) {
       const OutTile out(args.cut, piece.tile);
       for (int k = piece.begin; k < piece.end; ++k, ++i, at.step()) {
         if (i >= S.stages) {
-          mbarrier_wait(ring.empty(at.stage), at.phase);  // in every block of the cluster
+          mbarrier_wait(ring.empty(at.stage), at.phase);
           copy_codes(at.stage, k, out.row_block);
         }
-        copy_x(at.stage, k, out.token_tile);
+        cp_async_bulk_tensor_2d(ring.x(at.stage), &args.x, k * GEMM_K, out.token_tile * S.tokens, ring.full(at.stage));
       }
     }
   }
@@ -116,15 +104,7 @@ struct GemmW8Feeder {
   __device__ __forceinline__ void copy_codes(int stage, int k, int row_block) const {
     const int bytes = args.block_row_tiles * GemmW8Shape::TILE_CODES;
     mbarrier_arrive_expect_tx(ring.full(stage), S.x_bytes() + bytes);
-    cp_async_bulk_tensor_3d(ring.codes(stage), &args.codes, 0, k, place.first_row_tile(args, row_block), ring.full(stage));
-  }
-
-  __device__ __forceinline__ void copy_x(int stage, int k, int token_tile) const {
-    constexpr int PART = S.tokens / S.cluster;
-    const uint32_t to = ring.x(stage) + place.rank * (S.x_bytes() / S.cluster);
-    const int token = token_tile * S.tokens + place.rank * PART;
-    if constexpr (S.cluster == 1) cp_async_bulk_tensor_2d(to, &args.x, k * GEMM_K, token, ring.full(stage));
-    else cp_async_bulk_tensor_2d_multicast(to, &args.x, k * GEMM_K, token, ring.full(stage), (1 << S.cluster) - 1);
+    cp_async_bulk_tensor_3d(ring.codes(stage), &args.codes, 0, k, row_block * args.block_row_tiles, ring.full(stage));
   }
 };
 

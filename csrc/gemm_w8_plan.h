@@ -16,7 +16,7 @@ struct GemmW8Shape {
   int tokens;     // the n of wgmma
   int consumers;  // warpgroups
   int stages;     // of the ring, one k tile each
-  int cluster;    // blocks that share x: each copies a part of it for all
+  int steps;      // k16 steps that a consumer gives to the tensor cores at once: 1, 2 or 4
 
   static constexpr int STORE_TOKENS = 32;  // of y that a warpgroup stores at once
   static constexpr int TILE_CODES = 2 * TILE_BYTES;  // of a row tile's k tile
@@ -31,16 +31,16 @@ struct GemmW8Shape {
 
 // Everything that is compiled, for each kind of codes and 16-bit type.
 constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
-    {32, 4, 9, 1},  {32, 4, 9, 2},  {64, 4, 8, 1},  {64, 4, 8, 2},  {64, 2, 11, 1}, {64, 2, 11, 2},
-    {128, 2, 8, 1}, {192, 2, 6, 1}, {216, 2, 5, 1}, {256, 2, 5, 1},
+    {32, 4, 9, 1},  {32, 4, 9, 2},  {32, 4, 9, 4},  {64, 4, 8, 1},  {64, 4, 8, 2},  {64, 4, 8, 4},
+    {64, 2, 11, 1}, {64, 2, 11, 2}, {64, 2, 11, 4}, {128, 2, 8, 2}, {128, 2, 8, 4}, {192, 2, 6, 1},
+    {216, 2, 5, 1}, {216, 2, 5, 2}, {256, 2, 5, 1}, {256, 2, 5, 2},
 };
 constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
 
 // Index of a compiled shape; asking for another at compile time does not compile.
-constexpr int gemm_w8_shape(int tokens, int consumers, int cluster = 1) {
+constexpr int gemm_w8_shape(int tokens, int consumers, int steps) {
   int i = 0;
-  while (GEMM_W8_SHAPES[i].tokens != tokens || GEMM_W8_SHAPES[i].consumers != consumers ||
-         GEMM_W8_SHAPES[i].cluster != cluster) {
+  while (GEMM_W8_SHAPES[i].tokens != tokens || GEMM_W8_SHAPES[i].consumers != consumers || GEMM_W8_SHAPES[i].steps != steps) {
     ++i;
   }
   return i;
@@ -64,11 +64,11 @@ struct GemmW8Shared {
         total(barriers + shape.stages * 16) {}
 };
 
-// One launch. What is cut and dealt is the work of clusters; a row block is that of a cluster, too.
+// One launch.
 struct GemmW8Plan {
   int shape;            // in GEMM_W8_SHAPES
-  int block_row_tiles;  // of each block
-  GemmCut cut;          // its `blocks` are clusters
+  int block_row_tiles;  // of each row block
+  GemmCut cut;
   int shared_bytes;
   int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
 };
@@ -91,11 +91,10 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   const GemmW8Shape shape = GEMM_W8_SHAPES[shape_index];
   const int64_t token_tiles = ceil_div(m, shape.tokens), row_tiles = ceil_div(n, TILE_ROWS), k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
-  const int64_t most = (sms < MAX_BLOCKS ? sms : MAX_BLOCKS) / shape.cluster;
+  const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
   const bool fit = !cut && shape.tokens <= 64;
-  const int64_t all = shape.row_tiles(), cluster = shape.cluster;
-  const int64_t block_tiles = fit ? fitting_row_tiles(ceil_div(row_tiles, cluster), token_tiles, all, most) : all;
-  const int64_t row_blocks = ceil_div(row_tiles, block_tiles * cluster);
+  const int64_t block_tiles = fit ? fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most) : shape.row_tiles();
+  const int64_t row_blocks = ceil_div(row_tiles, block_tiles);
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
   const int64_t tiles = token_tiles * row_blocks;
   const int shared = GemmW8Shared(shape).total;
@@ -115,7 +114,7 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   const Deal deal = {int(units / blocks), int(units % blocks)};
   plan = {shape_index, int(block_tiles),
           {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal}, shared,
-          units > 0 ? blocks * cluster * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
+          units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
 }
 

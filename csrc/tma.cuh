@@ -23,18 +23,6 @@ __device__ __forceinline__ void fence_mbarrier_init() {
 __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// At the same barrier of another block of the cluster.
-__device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier, int block) {
-  asm volatile(
-      "{.reg .b32 remote; mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];}" ::"r"(barrier), "r"(block)
-      : "memory");
-}
-// All threads of all blocks of the cluster.
-__device__ __forceinline__ void cluster_sync() {
-  __syncwarp();
-  asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
-}
 // Arrives; the phase then ends only after `bytes` have been copied.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -77,15 +65,6 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUten
       : "memory");
 }
 
-// The same to shared memory and barrier at these addresses in each block of the cluster that `blocks` has a bit for.
-__device__ __forceinline__ void cp_async_bulk_tensor_2d_multicast(uint32_t to, const CUtensorMap* map, int column, int row,
-                                                                  uint32_t barrier, uint16_t blocks) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1, {%2, %3}], "
-      "[%4], %5;" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier), "h"(blocks)
-      : "memory");
-}
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t to, const CUtensorMap* map, int x, int y, int z,
                                                         uint32_t barrier) {
   asm volatile(
