@@ -46,6 +46,12 @@ __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float ld_shared_f32(uint32_t address) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
   float2 v;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(address));

@@ -40,16 +40,21 @@ struct LaunchRow {
 constexpr LaunchRow LAUNCH_TABLE[] = {
     // arch      m      n * k        shape                    whole slice
     {80, 999, 1, 1, 40'000'000, small_batch_shape(1, 1), ANY, ANY},   // 4096x4096 6.1 (two row tiles: 6.5)
-    {80, 999, 1, 1, ANY, small_batch_shape(2, 1), ANY, ANY},          // 4096x14336 13.1 (one: 13.9)
+    {80, 999, 1, 1, 200'000'000, small_batch_shape(2, 1), ANY, ANY},  // 4096x14336 13.1 (one: 13.9)
+    {90, 119, 1, 1, ANY, small_batch_shape(2, 1, 12), ANY, ANY},      // 57344x8192 67.8 (eight warps: 70.1)
+    {80, 999, 1, 1, ANY, small_batch_shape(2, 1), ANY, ANY},
     {86, 89, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {86, 89, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
     {120, 129, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {120, 129, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
-    {80, 119, 2, 8, 90'000'000, small_batch_shape(1, 8), 128, 64},    // 4096x4096 6.5 (two: 7.2), 8192x8192 15.6 (15.9)
-    {80, 119, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},           // 28672x4096 22.6 (one: 23.3)
+    {80, 119, 2, 8, 40'000'000, small_batch_shape(1, 8), 128, 64},    // 4096x4096 6.5 (two: 7.0), 6144x4096 8.0
+    {80, 119, 2, 8, 90'000'000, small_batch_shape(2, 8), 64, 64},     // 4096x14336 14.4 (one: 15.2), 8192x8192 15.7 (16.2)
+    {80, 119, 2, 8, 400'000'000, small_batch_shape(2, 8), 64, 112},   // 28672x4096 22.6 (one: 23.3)
+    {90, 119, 2, 8, ANY, small_batch_shape(2, 8, 12), 64, 112},       // 57344x8192 72.7 (eight warps: 74.3)
+    {80, 89, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},
     {80, 119, 9, 16, 32'000'000, small_batch_shape(1, 16), 64, 64},   // 4096x4096 8.1 (two: 8.7), 6144x4096 9.8 (10.3)
     {80, 119, 9, 16, ANY, small_batch_shape(2, 16), 0, 40},           // 8192x8192 17.9 (one: 19.7)
-    {80, 119, 17, 32, ANY, small_batch_shape(1, 32), 0, 32},          // 28672x4096 42.2, 8192x8192 27.2
+    {80, 119, 17, 32, ANY, small_batch_shape(1, 32), 0, 32},          // 4096x4096 10.5 (wgmma: 11.6), 28672x4096 44.0
 };
 
 // Rows for GPUs with wgmma, which come before the others.
@@ -62,14 +67,18 @@ struct WgmmaRow {
 
 // Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
-    // m    k       n * k                 shape                      (the other engine, or another shape)
-    {9, 16, 20'480, 100'000'000, ANY, small_wgmma_shape(16, 1, 2)},     // 8192x28672 51.9 (55.5)
-    {17, 32, 0, 15'000'000, 100'000'000, small_wgmma_shape(32, 2, 2)},  // 4096x4096 11.2 (11.7), 8192x8192 22.5 (23.3)
-    {17, 32, 0, 100'000'000, ANY, small_wgmma_shape(32, 4, 1)},         // 28672x4096 34.9 (35.9), 57344x8192 109.5 (119)
-    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2, 2)},           // 4096x4096 13.4 (20.9), 1024x4096 11.0 (10.9)
+    // m    k       n * k                    shape                      (the other engine, or another shape)
+    {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 17.4 (18.1)
+    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 26.2 (27.8), 57344x8192 77.1 (92.6)
+    {17, 32, 0, 15'000'000, 60'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.4 (11.0), 4096x14336 19.1 (19.9)
+    {17, 32, 0, 60'000'000, ANY, small_wgmma_shape(32, 4)},              // 8192x8192 20.3 (21.2), 57344x8192 90.9 (100.3)
+    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.8, 57344x8192 128
 };
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
+
+// The prefill engine's tokens. Beyond, a weight is decoded once for each 256 tokens, and to dequantize it first costs less.
+constexpr int64_t GEMM_FIRST_TOKENS = 65, GEMM_LAST_TOKENS = 2048;
 
 struct Launch {
   Engine engine = Engine::gemm;
@@ -118,6 +127,13 @@ struct Picker {
   bool gemm_wgmma(int shape, bool cut) {
     if (!device.wgmma) return false;
     if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, cut, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  bool from_gemm_costs() {
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
+    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }
@@ -174,7 +190,7 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_wgmma_table()) {
+  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs()) {
     picker.from_launch_table();
   }
   return launch;

@@ -69,7 +69,7 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
   }
   constexpr bool HALF = std::is_same_v<T, __half>;
   const int64_t row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  if (const int status = encode_matrix16(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens)) return status;
+  if (const int status = encode_activations(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens, 1)) return status;
   const int row_tiles = int(ceil_div(w.n, TILE_ROWS));
   const int status = encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, plan.block_row_tiles);
   if (status) return status;

@@ -95,7 +95,7 @@ struct GemmW8Feeder {
           mbarrier_wait(ring.empty(at.stage), at.phase);
           copy_codes(at.stage, k, out.row_block);
         }
-        cp_async_bulk_tensor_2d(ring.x(at.stage), &args.x, k * GEMM_K, out.token_tile * S.tokens, ring.full(at.stage));
+        cp_async_bulk_tensor_3d(ring.x(at.stage), &args.x, 0, out.token_tile * S.tokens, k, ring.full(at.stage));
       }
     }
   }

@@ -4,16 +4,16 @@
 // memory by the tensor cores. A block is one warpgroup that copies and two that multiply, a half of the rows of an output
 // tile each. A k tile of 64 inputs travels through a ring in shared memory:
 //
-//     producer     wait empty | x: TMA [tokens][64] | codes: a bulk copy a row tile | scales to float32 | -> full
+//     producer     wait empty | x: TMA [tokens][64] | codes: TMA, a tile a row tile | scales to float32 | -> full
 //
-//     consumer 0   | four wgmma, look-ups between | scale, round | wait full | .......... | four wgmma ...
-//     consumer 1   | ........... scale, round | wait full | four wgmma, look-ups between | scale, round ...
+//     a k16 step   fence | wgmma | commit | wait for those before the last one or two | scale and round a later step,
+//                  into the registers that are free now | start the look-ups of the step behind it
 //
-// A warp that gives the tensor cores a wgmma with operands in registers stands still until they take it, and they serve two
-// warpgroups in turns. So the turns are made long and explicit: one warpgroup multiplies a burst of four wgmma while the
-// other one finishes what it has looked up meanwhile; a barrier passes the turn on before the last wgmma of a burst, so that
-// the tensor cores always have the next one. What is decoded is the burst after the one in hand, and it goes on over the
-// ends of output tiles.
+// So the tensor cores always have the next wgmma of each warpgroup, and decoding has as long as they take for it; look-ups have
+// longer, because the tensor cores' own reads of shared memory come first.
+//
+// What binds is shared memory, 128 bytes a cycle. A wgmma reads its tokens at 64; the rest is for look-ups, 8 bytes for two
+// weights however many tokens they meet, and for what the copy engine writes.
 //
 // Blocks are persistent. Full waves of output tiles are dealt whole; the k tiles of the last one or two are dealt in
 // contiguous stretches (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh).
@@ -32,139 +32,143 @@
 
 namespace nf4l {
 
-// Registers of a thread; all begin with 65536 / 384 / 8 * 8.
-constexpr int GEMM_PRODUCER_REGISTERS = 40, GEMM_CONSUMER_REGISTERS = 232;
-
-// Two warpgroups that take turns.
-struct Turns {
-  int warpgroup;
-
-  __device__ __forceinline__ void wait() const { asm volatile("bar.sync %0, 256;" ::"r"(1 + warpgroup) : "memory"); }
-  __device__ __forceinline__ void pass() const { asm volatile("bar.arrive %0, 256;" ::"r"(2 - warpgroup) : "memory"); }
-};
+// Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
+constexpr int GEMM_PRODUCER_REGISTERS = 56;
+NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
+  const int all = 65536 / shape.threads() / 8 * 8 * (shape.consumers + 1);
+  return (all - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
+}
 
 // One warp of a consumer.
 template <class Format, class T, int SHAPE>
 struct GemmConsumer {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  static constexpr int BURST_WGMMA = 4, BURSTS = S.row_groups;  // of a k tile: each burst has all its row groups
+  static constexpr int K_STEPS = GEMM_K / 16;
+  // Steps of k16 that are decoded ahead of the tensor cores, in twice as many sets of registers.
+  static constexpr int AHEAD = 2, SETS = 2 * AHEAD;
   using Decoder = typename Format::template Decoder<T>;
   const GemmRing<Format, SHAPE>& ring;
-  const Turns turns;
-  const int row_tile, lane;  // row_tile: of the warp in the first row group
+  const int row_tile, lane;
   const Decoder decoder;
-  typename Decoder::Codes codes[S.row_groups];
   GemmPosition<S.stages> at{0};
-  uint32_t a[BURST_WGMMA][4];
-  float sums[S.row_groups][S.tokens / 2];
-
-  // The i-th wgmma of burst b: which k16 step, and of which row group.
-  NF4L_HD static constexpr int step_of(int b, int i) { return (b * BURST_WGMMA + i) / S.row_groups; }
-  NF4L_HD static constexpr int group_of(int i) { return i % S.row_groups; }
+  int used = -1;                        // stage of the k tile before, which the tensor cores may still read
+  typename Decoder::Codes now, next;    // to finish, and to look up
+  typename Decoder::Looked looked;
+  uint32_t a[SETS][4];
+  float sums[S.tokens / 2];
 
   __device__ __forceinline__ void load(int stage) {
-#pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      codes[r] = decoder.load(ring.codes(stage, row_tile + 4 * r), ring.scales(stage, row_tile + 4 * r), lane);
-    }
+    next = decoder.load(ring.codes(stage, row_tile), ring.scales(stage, row_tile), lane);
   }
 
-  // Before the first k tile: its first burst.
+  // Steps count from the k tile in hand on; those of the next one are looked up in `next`.
+  __device__ __forceinline__ void look_up(int step) { looked = decoder.look_up(next, step % K_STEPS); }
+
+  __device__ __forceinline__ void finish(int step) {
+    if (step == K_STEPS) now = next;
+    decoder.finish(looked, now, a[step % SETS]);
+  }
+
+  // Before the first k tile of a piece.
   __device__ __forceinline__ void start() {
-    mbarrier_wait(ring.full(0), 0);
-    load(0);
+    mbarrier_wait(ring.full_codes(at.stage), at.phase);
+    load(at.stage);
+    now = next;
 #pragma unroll
-    for (int i = 0; i < BURST_WGMMA; ++i) {
-      decoder.finish(decoder.look_up(codes[group_of(i)], step_of(0, i)), codes[group_of(i)], a[i]);
+    for (int step = 0; step < AHEAD; ++step) {
+      look_up(step);
+      finish(step);
     }
+    look_up(AHEAD);
   }
 
-  // One k tile, added to the sums or in their place, and the first burst of the next one decoded if there are `more`.
+  // One k tile, added to the sums or in their place, and the first steps of the next one decoded if there are `more`.
   __device__ __forceinline__ void multiply(bool add, bool more) {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
+    mbarrier_wait(ring.full_x(stage), at.phase);
     at.step();
 #pragma unroll
-    for (int b = 0; b < BURSTS; ++b) {
-      const bool last = b == BURSTS - 1;
-      if (last && more) {
-        mbarrier_wait(ring.full(at.stage), at.phase);
+    for (int step = 0; step < K_STEPS; ++step) {
+      if (step == K_STEPS - AHEAD - 1 && more) {
+        mbarrier_wait(ring.full_codes(at.stage), at.phase);
         load(at.stage);
       }
-      typename Decoder::Looked looked[BURST_WGMMA];
-      turns.wait();
       wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < BURST_WGMMA; ++i) {
-        wgmma_m64k16<T>(sums[group_of(i)], a[i], x + 2 * step_of(b, i), add || step_of(b, i) > 0);
-        if (i == BURST_WGMMA - 2 && (!last || more || turns.warpgroup == 0)) turns.pass();
-        looked[i] = decoder.look_up(codes[group_of(i)], step_of(last ? 0 : b + 1, i));
-      }
+      wgmma_m64k16<T>(sums, a[step % SETS], x + 2 * step, add || step > 0);
       wgmma_commit_group();
-      wgmma_wait_group<0>();
-      if (last) {
-        __syncwarp();
-        if (lane == 0) mbarrier_arrive(ring.empty(stage));
-      }
-#pragma unroll
-      for (int i = 0; i < BURST_WGMMA; ++i) decoder.finish(looked[i], codes[group_of(i)], a[i]);
+      wgmma_wait_group<AHEAD>();
+      if (step == AHEAD - 1) release();
+      finish(step + AHEAD);
+      look_up(step + AHEAD + 1);
     }
+    used = stage;
+  }
+
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
+  }
+
+  // After the last k tile of a piece: the sums may be read.
+  __device__ __forceinline__ void drain() {
+    wgmma_wait_group<0>();
+    release();
+    used = -1;
   }
 };
 
 template <class Format, int SHAPE>
 __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
                                              const GemmRing<Format, SHAPE>& ring, int warp, int lane) {
-  if (warp == 0 && lane == 0) ring.init();
-  __syncthreads();
   if (warp == 0) {
+    if (lane > 0) return;
     grid_wait();
-    feed(args, x, ring, lane);
-  } else if (warp <= Format::SCALE_WARPS) {
+    feed(args, x, ring);
+  } else if (warp <= Format::scale_warps(GEMM_SHAPES[SHAPE])) {
     Format::produce_scales(args, ring, (warp - 1) * WARP + lane);
   }
 }
 
 template <class Format, class T, int SHAPE>
-__device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& y,
+__device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Weight>& args,
                                              const GemmRing<Format, SHAPE>& ring, char* smem, int warp, int lane) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   const int warpgroup = warp / 4;
-  Format::template fill_table<S.CONSUMERS * WARPGROUP>(smem, args, warp * WARP + lane);
-  __syncthreads();
+  Format::template fill_table<S.consumers * WARPGROUP>(smem, args, warp * WARP + lane);
+  asm volatile("bar.sync 1, %0;" ::"n"(S.consumers * WARPGROUP) : "memory");
   grid_wait();  // slots, flags and y may be in use until then
 
-  const int row_tile = warpgroup * S.group_rows() / TILE_ROWS + warp % 4;
-  GemmConsumer<Format, T, SHAPE> consumer = {ring, {warpgroup}, row_tile, lane, {ring.smem, lane}};
-  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * GemmShared::out_bytes();
-  const GemmFinish<T, typename Format::Weight, SHAPE> finish = {args, y, buffers, warpgroup, warp % 4 * WARP + lane};
+  GemmConsumer<Format, T, SHAPE> consumer = {ring, warp, lane, {ring.smem, lane}};
+  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * S.STORE_TOKENS * ring.MAP.out_line;
+  const GemmFinish<Format, T, SHAPE> finish = {args, buffers, warpgroup, warp % 4 * WARP + lane};
 
   GemmPieces piece(args.cut, blockIdx.x);
-  int left = piece.k_tiles_left();
-  if (left > 0) consumer.start();
-  if (left > 0 && warpgroup == 1) consumer.turns.pass();  // the other one is first
   while (piece.next()) {
-    for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, --left > 0);
+    consumer.start();
+    for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, k + 1 < piece.end);
+    consumer.drain();
     finish(consumer.sums, piece);
   }
-  if (finish.thread == 0) cp_async_bulk_wait_group_read<0>();
 }
 
 template <class Format, class T, int SHAPE>
-__global__ void __launch_bounds__(GemmShape::threads(), 1)
-    gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args, const __grid_constant__ CUtensorMap x,
-                      const __grid_constant__ CUtensorMap y) {
+__global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
+    gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args, const __grid_constant__ CUtensorMap x) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
+  constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmRing<Format, SHAPE> ring = {smem_address(smem)};
-  if (warp >= GemmShape::CONSUMERS * 4) {
+  if (threadIdx.x == 0) ring.init();
+  __syncthreads();
+  if (warp >= S.consumers * 4) {
     setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
-    gemm_produce<Format, SHAPE>(args, x, ring, warp - GemmShape::CONSUMERS * 4, lane);
+    gemm_produce<Format, SHAPE>(args, x, ring, warp - S.consumers * 4, lane);
   } else {
-    setmaxnreg_inc<GEMM_CONSUMER_REGISTERS>();
-    gemm_consume<Format, T, SHAPE>(args, y, ring, smem, warp, lane);
+    setmaxnreg_inc<gemm_consumer_registers(S)>();
+    gemm_consume<Format, T, SHAPE>(args, ring, smem, warp, lane);
   }
 #endif
 }

@@ -9,133 +9,155 @@
 #include "copy.cuh"
 #include "gemm_wgmma_load.cuh"
 #include "gemm_wgmma_plan.h"
-#include "tma.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace nf4l {
 
-// A warpgroup's half of output tiles. The two halves have nothing to do with each other: each has its barrier, its part of
-// the slots and its byte of the flags.
-template <class T, class Weight, int SHAPE>
+// A warpgroup's rows of output tiles. They have nothing to do with the other warpgroups': each has its barrier, its part of the
+// slots and its byte of the counters.
+//
+// A tile's tokens are stored in steps of STORE_TOKENS. Where several blocks share a tile (gemm_wgmma_plan.h), each of them
+// leaves in its slot what others will store and counts itself in; then each finisher waits for all, adds up its own steps in
+// the order of the blocks, the same bits at every call, and counts itself out; the last one clears the counter. Blocks start
+// in order, so of all that run, only those of one tile can wait for blocks that have not started.
+template <class Format, class T, int SHAPE>
 struct GemmFinish {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  static constexpr int RESULTS = S.tokens / 2, VECTORS = RESULTS / 4;  // of a lane and a row group
-  using Sums = float[S.row_groups][RESULTS];
-  const GemmArgs<Weight>& args;
-  const CUtensorMap& y;
+  static constexpr int LINE_BYTES = GemmShared(S, Format::BYTES).out_line;
+  static constexpr int STEPS = S.tokens / S.STORE_TOKENS;
+  static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane: rows g, g + 8, two tokens
+  using Sums = float[S.tokens / 2];
+  const GemmArgs<typename Format::Weight>& args;
   const uint32_t buffers;  // two
   const int warpgroup, thread;
 
-  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + warpgroup) : "memory"); }
+  __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(2 + warpgroup) : "memory"); }
 
   // The sums of a piece.
-  //
-  // An output tile that several blocks share belongs to the one that begins it: it has the tile last in its stretch, the
-  // others have theirs first. They leave their sums in their slot and go on, waiting for nobody, and the owner adds them up
-  // when it is done itself, in order: the same bits at every call. Of the blocks that run, only the last to have started can
-  // wait for one that has not.
   __device__ __forceinline__ void operator()(Sums& sums, const GemmPieces& piece) const {
-    if (piece.begin > 0) {
-      leave(sums);
-      return;
+    int from = 0, to = STEPS;  // steps that this block stores
+    if (!piece.whole_tile() && !share(sums, piece, from, to)) return;
+    store(sums, OutTile(args.cut, piece.tile), from, to);
+  }
+
+  // Leaves to the other blocks and takes from them; false where they do the rest.
+  __device__ __forceinline__ bool share(Sums& sums, const GemmPieces& piece, int& from, int& to) const {
+    const GemmSharers sharers(args.cut, piece.tile);
+    const bool finishes = piece.last();
+    const int me = blockIdx.x - sharers.first, finishers = sharers.finishers;
+    // finisher() grows with the step.
+    from = finishes ? (me * STEPS + finishers - 1) / finishers : STEPS;
+    to = finishes ? ((me + 1) * STEPS + finishers - 1) / finishers : STEPS;
+    leave(sums, from, to);
+    unsigned* const counter = args.raised + sharers.first;
+    const int shift = 8 * warpgroup;
+    sync();
+    if (thread == 0) red_add_release_gpu(counter, 1u << shift);
+    if (!finishes) return false;
+    if (thread == 0) {
+      while ((ld_acquire_gpu(counter) >> shift & 255) < unsigned(sharers.count)) {
+      }
+      const unsigned last = sharers.count + finishers - 1;
+      if ((atomicAdd(counter, 1u << shift) >> shift & 255) == last) atomicSub(counter, (last + 1) << shift);
     }
-    if (piece.end < args.cut.k_tiles) collect(sums, (piece.tile - args.cut.whole_tiles + 1) * args.cut.k_tiles);
-    store(sums, OutTile(args.cut, piece.tile));
+    sync();
+    collect(sums, sharers, from, to);
+    return true;
   }
 
   __device__ __forceinline__ float4* slot(int block) const {
-    return args.slots + (int64_t(block) * S.CONSUMERS + warpgroup) * (S.row_groups * VECTORS * WARPGROUP) + thread;
+    constexpr int VECTORS = STEPS * STEP_VECTORS;
+    return args.slots + (int64_t(block) * S.consumers + warpgroup) * (VECTORS * WARPGROUP) + thread;
   }
 
-  __device__ __forceinline__ void leave(const Sums& sums) const {
-    float4* to = slot(blockIdx.x);
+  // All but steps from .. to - 1.
+  __device__ __forceinline__ void leave(const Sums& sums, int from, int to) const {
+    float4* at = slot(blockIdx.x);
 #pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
+    for (int step = 0; step < STEPS; ++step) {
+      if (step >= from && step < to) continue;
 #pragma unroll
-      for (int i = 0; i < VECTORS; ++i) {
-        const float* v = sums[r] + 4 * i;
-        __stcg(to + (r * VECTORS + i) * WARPGROUP, make_float4(v[0], v[1], v[2], v[3]));
+      for (int i = step * STEP_VECTORS; i < (step + 1) * STEP_VECTORS; ++i) {
+        __stcg(at + i * WARPGROUP, make_float4(sums[4 * i], sums[4 * i + 1], sums[4 * i + 2], sums[4 * i + 3]));
       }
     }
     __threadfence();
-    sync();
-    if (thread == 0) red_add_release_gpu(args.raised + blockIdx.x, flag());
   }
 
-  __device__ __forceinline__ unsigned flag() const { return 1u << (8 * warpgroup); }
-
-  // The slots of the blocks behind this one that begin before unit `end` of the line.
-  __device__ __forceinline__ void collect(Sums& sums, int end) const {
-    const int next = blockIdx.x + 1, stop = args.cut.deal.blocks_before(end);
-    for (int block = next + thread; block < stop; block += WARPGROUP) {
-      while ((ld_acquire_gpu(args.raised + block) & flag()) == 0) {
-      }
-      atomicSub(args.raised + block, flag());
-    }
-    sync();
-    for (int block = next; block < stop; ++block) {
-      const float4* from = slot(block);
+  // What the other sharers left of steps from .. to - 1: blocks before this one first, then its own, then those behind.
+  __device__ __forceinline__ void collect(Sums& sums, const GemmSharers& sharers, int from, int to) const {
+    const int stop = sharers.first + sharers.count;
 #pragma unroll
-      for (int r = 0; r < S.row_groups; ++r) {
+    for (int step = 0; step < STEPS; ++step) {
+      if (step < from || step >= to) continue;
+      float* own = sums + 4 * step * STEP_VECTORS;
+      const int offset = step * STEP_VECTORS * WARPGROUP;
+      float before[4 * STEP_VECTORS] = {};
+#pragma unroll 1
+      for (int block = sharers.first; block < int(blockIdx.x); ++block) add(before, slot(block) + offset);
 #pragma unroll
-        for (int i = 0; i < VECTORS; ++i) {
-          const float4 v = __ldcg(from + (r * VECTORS + i) * WARPGROUP);
-          float* sum = sums[r] + 4 * i;
-          sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
-        }
-      }
+      for (int i = 0; i < 4 * STEP_VECTORS; ++i) own[i] += before[i];
+#pragma unroll 1
+      for (int block = blockIdx.x + 1; block < stop; ++block) add(own, slot(block) + offset);
     }
   }
 
-  // A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight; y wants neighbouring rows together, so
-  // 8x8 matrices are transposed on the way into a buffer [STORE_TOKENS][64], which is swizzled as the copy engine does.
-  __device__ __forceinline__ void store(const Sums& sums, OutTile out) const {
-    constexpr int STEPS = S.tokens / S.STORE_TOKENS;
-    static_assert(S.row_groups * STEPS % 2 == 0, "buffers take turns");
+  __device__ __forceinline__ static void add(float* to, const float4* from) {
+    float4 v[STEP_VECTORS];
+#pragma unroll
+    for (int i = 0; i < STEP_VECTORS; ++i) v[i] = __ldcg(from + i * WARPGROUP);
+#pragma unroll
+    for (int i = 0; i < STEP_VECTORS; ++i) {
+      to[4 * i] += v[i].x, to[4 * i + 1] += v[i].y, to[4 * i + 2] += v[i].z, to[4 * i + 3] += v[i].w;
+    }
+  }
+
+  // Steps from .. to - 1 of a tile, each warp by itself. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of
+  // each eight; y wants neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer of STORE_TOKENS
+  // lines of 64 rows, whose chunks of eight rows are swizzled for the banks' sake. A warp has two chunks of each line.
+  __device__ __forceinline__ void store(const Sums& sums, OutTile out, int from, int to_step) const {
+    constexpr int LINES = WARP / 2;  // that a warp stores at once: 32 bytes of each
     const int lane = thread % WARP, warp = thread / WARP;
-    const int first_token = out.token_tile * S.tokens;
+    const int first_row = out.row_block * S.block_rows() + warpgroup * WARPGROUP_ROWS + warp * TILE_ROWS;
+    const float2 bias = {bias_of(first_row + lane / 4), bias_of(first_row + lane / 4 + 8)};
+    const int column = first_row + lane % 2 * 8;
+    int token = out.token_tile * S.tokens + from * S.STORE_TOKENS + lane / 2;
+    uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + column;
 #pragma unroll
-    for (int r = 0; r < S.row_groups; ++r) {
-      const int first_row = out.row_block * S.block_rows() + warpgroup * S.group_rows() + r * WARPGROUP_ROWS;
-      const float2 bias = {bias_of(first_row + warp * TILE_ROWS + lane / 4), bias_of(first_row + warp * TILE_ROWS + lane / 4 + 8)};
+    for (int step = 0; step < STEPS; ++step) {
+      if (step < from || step >= to_step) continue;
+      const uint32_t buffer = buffers + step % 2 * (S.STORE_TOKENS * LINE_BYTES);
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) {
-        const uint32_t buffer = buffers + (r * STEPS + step) % 2 * GemmShared::out_bytes();
-        const int token = first_token + step * S.STORE_TOKENS;
-        if (thread == 0) cp_async_bulk_wait_group_read<1>();
-        sync();
+      for (int j = 0; j < STEP_VECTORS; j += 2) {
+        const float* v = sums + 4 * (step * STEP_VECTORS + j);
+        const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
+        stmatrix_x4_trans(buffer + line * LINE_BYTES + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
+                          round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
+                          round_pair<T>(v[6] + bias.y, v[7] + bias.y));
+      }
+      __syncwarp();
 #pragma unroll
-        for (int j = 0; j < S.STORE_TOKENS / 8; j += 2) {
-          const float* v = sums[r] + (step * (S.STORE_TOKENS / 8) + j) * 4;
-          const int line = (j + lane / 16) * 8 + lane % 8, chunk = warp * 2 + lane / 8 % 2;
-          stmatrix_x4_trans(buffer + line * 128 + ((chunk ^ lane % 8) << 4), round_pair<T>(v[0] + bias.x, v[1] + bias.x),
-                            round_pair<T>(v[2] + bias.y, v[3] + bias.y), round_pair<T>(v[4] + bias.x, v[5] + bias.x),
-                            round_pair<T>(v[6] + bias.y, v[7] + bias.y));
-        }
-        if (args.copy_out) fence_proxy_async();
-        sync();
-        if (!args.copy_out) {
-          put(buffer, token, first_row);
-        } else if (thread == 0) {
-          if (token < args.m && first_row < args.n) cp_async_bulk_tensor_2d_store(&y, buffer, first_row, token);
-          cp_async_bulk_commit_group();
-        }
+      for (int i = 0; i < S.STORE_TOKENS / LINES; ++i) {
+        const int line = i * LINES + lane / 2, chunk = warp * 2 + lane % 2;
+        if (token < args.m) put(buffer + line * LINE_BYTES + ((chunk ^ line % 8) << 4), to, args.n - column);
+        token += LINES;
+        to += LINES * int64_t(args.n);
       }
     }
+    __syncwarp();  // the buffers have been read
   }
 
   __device__ __forceinline__ float bias_of(int row) const {
     return args.bias && row < args.n ? to_float(static_cast<const T*>(args.bias)[row]) : 0.0f;
   }
 
-  // A buffer to y where the copy engine cannot: rows of y that do not start at multiples of 16 bytes.
-  __device__ __forceinline__ void put(uint32_t buffer, int token, int row) const {
-    uint16_t* const y16 = static_cast<uint16_t*>(args.y);
-    for (int i = thread; i < S.STORE_TOKENS * WARPGROUP_ROWS; i += WARPGROUP) {
-      const int line = i / WARPGROUP_ROWS, column = i % WARPGROUP_ROWS;
-      if (token + line >= args.m || row + column >= args.n) continue;
-      const uint32_t at = buffer + line * 128 + ((column / 8 ^ line % 8) << 4) + column % 8 * 2;
-      y16[int64_t(token + line) * args.n + row + column] = ld_shared_u16(at);
+  // As many of a chunk's eight values as there are rows.
+  __device__ __forceinline__ void put(uint32_t chunk, uint16_t* to, int rows) const {
+    if (args.vectors) {
+      if (rows > 0) *reinterpret_cast<uint4*>(to) = ld_shared_u32x4(chunk);
+    } else {
+#pragma unroll 1
+      for (int e = 0; e < 8 && e < rows; ++e) to[e] = ld_shared_u16(chunk + 2 * e);
     }
   }
 };

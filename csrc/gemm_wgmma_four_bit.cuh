@@ -7,7 +7,7 @@
 // A format gives the engine
 //     Weight        its part of the kernel's arguments
 //     BYTES         what it needs of shared memory
-//     SCALE_WARPS   warps of the producer that make the scales of every stage, by produce_scales()
+//     scale_warps() of the producer that make the scales of every stage, by produce_scales()
 //     Decoder<T>    a consumer thread's way from codes to fragments of T: load() a k tile, then for each k16 step
 //                   look_up(), which only starts, and finish()
 #pragma once
@@ -26,13 +26,29 @@
 namespace nf4l {
 
 struct GemmFourBitWeight : FourBitWeight {
+  CUtensorMap code_map;
   float centroids[16];
+};
+
+// nested_code in the gaps of the pair table: 32 values to each of its last lines.
+struct NestedCodeTable {
+  static constexpr int FIRST_LINE = 256 - 8;
+
+  __device__ __forceinline__ static uint32_t address(uint32_t table, uint32_t code) {
+    return table + GEMM_FOUR_BIT.gap + (FIRST_LINE + code / 32) * GEMM_FOUR_BIT.stride + code % 32 * 4;
+  }
+
+  template <int THREADS>
+  __device__ __forceinline__ static void fill(uint32_t table, const float* nested_code, int thread) {
+    for (int i = thread; i < 256; i += THREADS) cp_async_4(address(table, i), nested_code + i, true);
+    cp_async_wait_all();
+  }
 };
 
 struct GemmFourBit {
   using Weight = GemmFourBitWeight;
   static constexpr GemmFormatBytes BYTES = GEMM_FOUR_BIT;
-  static constexpr int SCALE_WARPS = 2;
+  NF4L_HD static constexpr int scale_warps(GemmShape shape) { return shape.block_rows() / 2 / WARP; }
 
   template <int THREADS>
   __device__ __forceinline__ static void fill_table(char* smem, const Weight& weight, int thread) {
@@ -48,16 +64,19 @@ struct GemmFourBit {
   struct Decoder;
 };
 
-// Rows g and g + 8 of one row tile, for the thread that makes their scales: one k tile after the other.
+// Rows g and g + 8 of one row tile, for the thread that makes their scales: four k tiles at a time, which have come from memory
+// while the four before them were made.
 struct ScaleRows {
+  const GemmFourBitWeight& weight;
   const uint8_t* at;  // the lane's own in the row tile's scales; NULL for rows that do not exist
   bool second;        // row g + 8 exists
   int group;          // second-level group in which the first block of row g lies
   int offset;         // of that block in its group
-  uint2 codes;        // of both rows, for a burst of k tiles
+  // With second-level scales: those of the burst's first and last k tile, of both rows, then the codes of both rows. Without:
+  // the scales, a pair for each k tile.
+  uint32_t words[2 * BURST];
 
-  // Row g of a row tile, from k tile `k` on.
-  __device__ __forceinline__ void begin(const FourBitWeight& w, int row_tile, int g, int k) {
+  __device__ __forceinline__ ScaleRows(const GemmFourBitWeight& w, int row_tile, int g) : weight(w) {
     const int row = row_tile * TILE_ROWS + g;
     const int tile_bytes = w.nested_code ? (w.k_tiles + BURST - 1) / BURST * 64 : w.k_tiles * 64;
     at = row < w.n ? w.scales + int64_t(row_tile) * tile_bytes + 8 * g : nullptr;
@@ -65,26 +84,50 @@ struct ScaleRows {
     const int64_t block = w.first_block + int64_t(row) * w.blocks_per_row;
     group = int(block >> w.log2_group);
     offset = int(block) & ((1 << w.log2_group) - 1);
-    load(w, k);
   }
 
-  __device__ __forceinline__ void load(const FourBitWeight& w, int k) {
-    if (w.nested_code && at) codes = __ldg(reinterpret_cast<const uint2*>(at + k / BURST * 64));
+  // Where the scale of k tile `k` of row g + 8 h finds its second level.
+  __device__ __forceinline__ int group_of(int k, int h) const {
+    return group + ((offset + k + h * 8 * weight.blocks_per_row) >> weight.log2_group);
   }
 
-  // The scales of k tile `k`, which must be the first or follow on the one before. Padding rows have none: their second-level
-  // group may not exist.
-  __device__ __forceinline__ float2 scales(const FourBitWeight& w, int k) {
+  // Starts to fetch what k tiles k .. k + 3 need. What does not exist is not read, and is 0.
+  __device__ __forceinline__ void fetch(int k) {
+    const int last = min(k + BURST, weight.k_tiles) - 1;
+#pragma unroll
+    for (int i = 0; i < 2 * BURST; ++i) words[i] = 0;
+    if (!at || k > last) return;
+    if (weight.nested_code) {
+      const uint32_t* absmax = reinterpret_cast<const uint32_t*>(weight.nested_absmax);
+      const uint2 codes = __ldg(reinterpret_cast<const uint2*>(at + k * 16));
+      words[4] = codes.x, words[5] = codes.y;
+      words[0] = __ldg(absmax + group_of(k, 0));
+      words[1] = __ldg(absmax + group_of(last, 0));
+      if (second) {
+        words[2] = __ldg(absmax + group_of(k, 1));
+        words[3] = __ldg(absmax + group_of(last, 1));
+      }
+    } else {
+#pragma unroll
+      for (int j = 0; j < BURST; ++j) {
+        if (k + j > last) break;
+        const uint2 pair = __ldg(reinterpret_cast<const uint2*>(at + (k + j) * (TILE_ROWS * 4)));
+        words[2 * j] = pair.x, words[2 * j + 1] = pair.y;
+      }
+    }
+  }
+
+  // Scales of rows g and g + 8 for k tile k + j. Padding rows have none: their second-level group may not exist.
+  __device__ __forceinline__ float2 scales(uint32_t table, float nested_offset, int k, int j) const {
+    if (!weight.nested_code) return {__uint_as_float(words[2 * j]), __uint_as_float(words[2 * j + 1])};
     if (!at) return {0.0f, 0.0f};
-    if (!w.nested_code) return __ldg(reinterpret_cast<const float2*>(at + k * (TILE_ROWS * 4)));
-    if (k % BURST == 0) load(w, k);
-    const float2 scales = {nested(w, codes.x, k, offset), second ? nested(w, codes.y, k, offset + 8 * w.blocks_per_row) : 0.0f};
-    return scales;
+    return {nested(table, nested_offset, k, j, 0), second ? nested(table, nested_offset, k, j, 1) : 0.0f};
   }
 
-  __device__ __forceinline__ float nested(const FourBitWeight& w, uint32_t four, int k, int row_offset) const {
-    const float absmax = __ldg(w.nested_absmax + group + ((row_offset + k) >> w.log2_group));
-    return nested_scale(__ldg(w.nested_code + (four >> k % BURST * 8 & 255)), absmax, __ldg(w.nested_offset));
+  __device__ __forceinline__ float nested(uint32_t table, float nested_offset, int k, int j, int h) const {
+    const uint32_t absmax = group_of(k + j, h) == group_of(k, h) ? words[2 * h] : words[2 * h + 1];
+    const uint32_t code = words[4 + h] >> (8 * j) & 255;
+    return nested_scale(ld_shared_f32(NestedCodeTable::address(table, code)), __uint_as_float(absmax), nested_offset);
   }
 };
 
@@ -92,25 +135,35 @@ template <int SHAPE>
 __device__ __forceinline__ void GemmFourBit::produce_scales(const GemmArgs<Weight>& args,
                                                             const GemmRing<GemmFourBit, SHAPE>& ring, int thread) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  constexpr int TILES = SCALE_WARPS * WARP / 8, TURNS = S.row_tiles() / TILES;  // row tiles of all threads, and how often
+  constexpr int THREADS = scale_warps(S) * WARP;
+  static_assert(THREADS == S.block_rows() / 2, "a pair of rows a thread");
   const int row_tile = thread / 8, g = thread % 8;
+  float nested_offset = 0.0f;
+  if (args.nested_code) {
+    nested_offset = __ldg(args.nested_offset);
+    NestedCodeTable::fill<THREADS>(ring.smem, args.nested_code, thread);
+    asm volatile("bar.sync 5, %0;" ::"n"(THREADS) : "memory");
+  }
   GemmPosition<S.stages> at(1);
   GemmPieces piece(args.cut, blockIdx.x);
   while (piece.next()) {
-    const int first = OutTile(args.cut, piece.tile).row_block * S.row_tiles() + row_tile;
-    ScaleRows rows[TURNS];
+    ScaleRows rows(args, OutTile(args.cut, piece.tile).row_block * S.row_tiles() + row_tile, g);
+    const int first = piece.begin / BURST * BURST;
+    rows.fetch(first);
+    for (int k = first; k < piece.end; k += BURST) {
+      float2 scales[BURST];
 #pragma unroll
-    for (int i = 0; i < TURNS; ++i) rows[i].begin(args, first + i * TILES, g, piece.begin);
-    for (int k = piece.begin; k < piece.end; ++k) {
-      float2 scales[TURNS];
+      for (int j = 0; j < BURST; ++j) scales[j] = rows.scales(ring.smem, nested_offset, k, j);
+      rows.fetch(k + BURST);
 #pragma unroll
-      for (int i = 0; i < TURNS; ++i) scales[i] = rows[i].scales(args, k);
-      mbarrier_wait(ring.empty(at.stage), at.phase);
-#pragma unroll
-      for (int i = 0; i < TURNS; ++i) st_shared_f32x2(ring.scales(at.stage, row_tile + i * TILES) + g * 8, scales[i]);
-      __syncwarp();
-      if (thread % WARP == 0) mbarrier_arrive(ring.full(at.stage));
-      at.step();
+      for (int j = 0; j < BURST; ++j) {
+        if (k + j < piece.begin || k + j >= piece.end) continue;
+        mbarrier_wait(ring.empty(at.stage), at.phase);
+        st_shared_f32x2(ring.scales(at.stage, row_tile) + g * 8, scales[j]);
+        __syncwarp();
+        if (thread % WARP == 0) mbarrier_arrive(ring.full_codes(at.stage));
+        at.step();
+      }
     }
   }
 }

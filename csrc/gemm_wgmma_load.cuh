@@ -12,7 +12,7 @@
 
 namespace nf4l {
 
-// Weight is the format's description of a weight, with `codes`, `n`, `row_tiles` and `k_tiles` (of GEMM_K inputs).
+// Weight is the format's description of a weight, with `n` and `code_map` (encode_codes, a row block's row tiles a box).
 template <class Weight>
 struct GemmArgs : Weight {
   const void* bias;  // [n] or NULL
@@ -21,10 +21,10 @@ struct GemmArgs : Weight {
   unsigned* raised;  // [blocks], zero before and after
   int m;
   GemmCut cut;
-  bool copy_out;     // y may be written by the copy engine
+  bool vectors;      // rows of y start at multiples of 16 bytes
 };
 
-// Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.
+// Position in the ring. Stage s is filled when its `full` barriers turn to `phase`, and free when `empty` does.
 template <int STAGES>
 struct GemmPosition {
   int stage = 0;
@@ -52,43 +52,39 @@ struct GemmRing {
   __device__ __forceinline__ uint32_t scales(int stage, int row_tile) const {
     return smem + MAP.scales + (stage * S.row_tiles() + row_tile) * Format::BYTES.scales;
   }
-  __device__ __forceinline__ uint32_t full(int stage) const { return smem + MAP.barriers + stage * 16; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+  // x is needed later than codes and scales, and takes longer.
+  __device__ __forceinline__ uint32_t full_codes(int stage) const { return smem + MAP.barriers + stage * GemmShared::BARRIERS; }
+  __device__ __forceinline__ uint32_t full_x(int stage) const { return full_codes(stage) + 8; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full_codes(stage) + 16; }
 
   // One thread, before anybody else uses the ring.
   __device__ __forceinline__ void init() const {
     for (int s = 0; s < S.stages; ++s) {
-      mbarrier_init(full(s), 1 + Format::SCALE_WARPS);
-      mbarrier_init(empty(s), S.CONSUMERS * 4);
+      mbarrier_init(full_codes(s), 1 + Format::scale_warps(S));
+      mbarrier_init(full_x(s), 1);
+      mbarrier_init(empty(s), S.consumers * 4);
     }
     fence_mbarrier_init();
   }
 };
 
-// One warp: x and the codes of every k tile. What lies beyond the last token is zero; row tiles beyond the last keep what is
-// there, which stands for numbers whatever it is.
+// One thread: x and the codes of every k tile, each by one copy, because a copy takes the engine 45 ns whatever its size. What
+// lies beyond the last token or row tile is zero.
 template <class Format, int SHAPE>
 __device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
-                                     const GemmRing<Format, SHAPE>& ring, int lane) {
+                                     const GemmRing<Format, SHAPE>& ring) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  const uint64_t policy = args.cut.token_tiles > 1 ? createpolicy_evict_normal() : createpolicy_evict_first();
   GemmPosition<S.stages> at(1);
   GemmPieces piece(args.cut, blockIdx.x);
   while (piece.next()) {
     const OutTile out(args.cut, piece.tile);
-    const int row_tile = out.row_block * S.row_tiles(), row_tiles = min(S.row_tiles(), args.row_tiles - row_tile);
-    const uint8_t* codes = args.codes + (int64_t(row_tile + lane) * args.k_tiles + piece.begin) * Format::BYTES.codes;
     for (int k = piece.begin; k < piece.end; ++k) {
+      const uint32_t full_codes = ring.full_codes(at.stage), full_x = ring.full_x(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
-      if (lane == 0) {
-        mbarrier_arrive_expect_tx(ring.full(at.stage), S.x_bytes() + row_tiles * Format::BYTES.codes);
-        cp_async_bulk_tensor_2d(ring.x(at.stage), &x, k * GEMM_K, out.token_tile * S.tokens, ring.full(at.stage));
-      }
-      __syncwarp();
-      if (lane < row_tiles) {
-        cp_async_bulk(ring.codes(at.stage, lane), codes, Format::BYTES.codes, ring.full(at.stage), policy);
-      }
-      codes += Format::BYTES.codes;
+      mbarrier_arrive_expect_tx(full_codes, S.row_tiles() * Format::BYTES.codes);
+      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, out.row_block * S.row_tiles(), full_codes);
+      mbarrier_arrive_expect_tx(full_x, S.x_bytes());
+      cp_async_bulk_tensor_3d(ring.x(at.stage), &x, 0, out.token_tile * S.tokens, k, full_x);
       at.step();
     }
   }

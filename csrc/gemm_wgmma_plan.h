@@ -12,55 +12,58 @@ namespace nf4l {
 
 constexpr int GEMM_K = 64;  // inputs of a k tile: what a stage of the ring holds
 
-// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x with two warpgroups, each of which
-// has one half of the rows; a third feeds them.
+// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply have 64 rows
+// each, and one more feeds them.
 struct GemmShape {
-  int tokens;      // the n of wgmma
-  int row_groups;  // of a warpgroup: 64 rows each, the m of wgmma
-  int stages;      // of the ring
+  int tokens;     // the n of wgmma
+  int consumers;  // warpgroups that multiply
+  int stages;     // of the ring
+  int tile_ns;    // what a k tile takes, measured (docs/kernel-log.md); for the choice between shapes
 
-  static constexpr int CONSUMERS = 2;
-  static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
-  NF4L_HD static constexpr int threads() { return (CONSUMERS + 1) * WARPGROUP; }
-  NF4L_HD constexpr int group_rows() const { return row_groups * WARPGROUP_ROWS; }
-  NF4L_HD constexpr int block_rows() const { return CONSUMERS * group_rows(); }
+  static constexpr int STORE_TOKENS = 32;  // rows of y that a warp stores at once
+  NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
+  NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
-  NF4L_HD constexpr int lane_results() const { return row_groups * tokens / 2; }
+  NF4L_HD constexpr int lane_results() const { return tokens / 2; }
   // Sums of one output tile, float32.
-  NF4L_HD constexpr int slot_floats() const { return lane_results() * CONSUMERS * WARPGROUP; }
+  NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{96, 2, 6}, {128, 2, 5}, {128, 1, 6}, {192, 1, 5}, {256, 1, 4}};
+constexpr GemmShape GEMM_SHAPES[] = {{128, 2, 7, 400}, {128, 3, 6, 500}, {192, 2, 5, 500}, {256, 2, 4, 620}};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
 struct GemmFormatBytes {
-  int table;  // for decoding, once
-  int codes;  // of a stage, for each row tile
-  int scales; // the same
+  int table;   // for decoding, once
+  int gap;     // where in the table the first of many free lines of 128 bytes is, 0 if there are none
+  int stride;  // from one free line to the next
+  int codes;   // of a stage, for each row tile
+  int scales;  // the same
 };
-constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, TILE_BYTES, TILE_ROWS * 4};
+constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, 128, 256, TILE_BYTES, TILE_ROWS * 4};
 
 // Byte offsets in a block's shared memory. The decoding table is at 0; what is swizzled begins at multiples of 1024.
 struct GemmShared {
   int x;         // [stages][tokens][64], 16 bit
-  int out;       // [warpgroups][2][STORE_TOKENS][64], 16 bit: y on its way out
+  int out;       // [warpgroups][2][STORE_TOKENS] lines of [64], 16 bit: y on its way out, in the table's gaps if it has any
+  int out_line;  // bytes from one line to the next
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
-  int barriers;  // uint64 [stages][full, empty]
+  int barriers;  // uint64 [stages][full_codes, full_x, empty]
   int total;
 
-  NF4L_HD static constexpr int out_bytes() { return GemmShape::STORE_TOKENS * WARPGROUP_ROWS * 2; }
+  static constexpr int BARRIERS = 24;  // bytes of a stage
 
   NF4L_HD constexpr GemmShared(GemmShape shape, GemmFormatBytes format)
       : x(format.table),
-        out(x + shape.stages * shape.x_bytes()),
-        codes(out + GemmShape::CONSUMERS * 2 * out_bytes()),
+        out(format.gap > 0 ? format.gap : x + shape.stages * shape.x_bytes()),
+        out_line(format.gap > 0 ? format.stride : 128),
+        codes(x + shape.stages * shape.x_bytes() + (format.gap > 0 ? 0 : shape.consumers * 2 * GemmShape::STORE_TOKENS * 128)),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
-        total(barriers + shape.stages * 16) {}
+        total(barriers + shape.stages * BARRIERS) {}
 };
 
 // How a call is cut. Each block takes output tiles whole, block b those numbered b, b + blocks, ... below `whole_tiles`. The k
@@ -101,6 +104,10 @@ struct GemmPieces {
     return tiles * cut.k_tiles + stop - unit;
   }
 
+  NF4L_HD bool whole_tile() const { return end - begin == cut.k_tiles; }
+  // Whether the piece in hand is the block's last one.
+  NF4L_HD bool last() const { return whole >= cut.whole_tiles && unit == stop; }
+
   // Goes to the next piece; false when there is none.
   NF4L_HD bool next() {
     if (whole < cut.whole_tiles) {
@@ -120,6 +127,24 @@ struct GemmPieces {
   }
 };
 
+// The blocks that share a cut output tile, and what each of them does for its sum. All leave sums to others; those whose
+// stretch ends here, at about the same time, then add up and store a part of the tile's tokens each. So nobody waits who has
+// other work left. A block has only one such tile, so that the first block stands for the tile.
+struct GemmSharers {
+  int first, count;  // blocks
+  int finishers;     // the first so many of them
+
+  NF4L_HD GemmSharers(const GemmCut& cut, int tile) {
+    const int begin = (tile - cut.whole_tiles) * cut.k_tiles, end = begin + cut.k_tiles;
+    first = cut.deal.blocks_before(begin + 1) - 1;
+    count = cut.deal.blocks_before(end) - first;
+    finishers = cut.deal.first_unit(first + count) > end ? count - 1 : count;
+  }
+
+  // Which of the finishers stores part `part` of `parts`.
+  NF4L_HD int finisher(int part, int parts) const { return part * finishers / parts; }
+};
+
 // One launch.
 struct GemmPlan {
   int shape;  // in GEMM_SHAPES
@@ -128,10 +153,10 @@ struct GemmPlan {
   int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
 };
 
-// What an output tile shared by blocks costs them, in k tiles: sums written, waited for, read and added.
-constexpr int GEMM_CUT_TILES = 6;
-// No block gets less of the line.
-constexpr int GEMM_LEAST_TILES = 4;
+// What an output tile costs beside its k tiles, and what it costs if blocks share it: sums written, waited for, read.
+constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 3000;
+// No block gets less of the line, and no more blocks share an output tile (but for one that ends and one that begins there).
+constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 
 // False when nothing fits, or when an index would leave 32 bits. `cut` false: all output tiles whole.
 inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, bool cut, int sms,
@@ -149,8 +174,11 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   if (cut && rest > 0) {
     // The last wave is cut, together with the one before it: then no tile is in more than three pieces.
     const int64_t cut_tiles = rest + (waves > 0 ? most : 0), units = cut_tiles * k_tiles;
-    const int64_t parts = waves > 0 || units / GEMM_LEAST_TILES > most ? most : ceil_div(units, GEMM_LEAST_TILES);
-    if (units + GEMM_CUT_TILES * parts < parts * k_tiles * ((waves > 0) + 1)) {
+    int64_t parts = units / GEMM_LEAST_TILES < cut_tiles * GEMM_MOST_SHARERS ? units / GEMM_LEAST_TILES
+                                                                            : cut_tiles * GEMM_MOST_SHARERS;
+    parts = parts < cut_tiles ? cut_tiles : parts;
+    parts = parts < most ? parts : most;
+    if (units * shape.tile_ns + GEMM_SHARE_NS * parts < parts * k_tiles * ((waves > 0) + 1) * shape.tile_ns) {
       blocks = parts;
       whole_tiles = tiles - cut_tiles;
     }
@@ -161,6 +189,26 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   plan = {shape_index, {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal}, shared,
           units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
+}
+
+// How long the slowest block of a plan takes, in nanoseconds, not counting the start.
+inline int64_t estimated_ns(const GemmPlan& plan) {
+  const GemmCut& cut = plan.cut;
+  const int64_t tile_ns = GEMM_SHAPES[plan.shape].tile_ns, stretch = cut.deal.base + (cut.deal.extra > 0);
+  const int64_t whole = ceil_div(cut.whole_tiles, cut.blocks) * (cut.k_tiles * tile_ns + GEMM_STORE_NS);
+  return whole + (stretch > 0 ? stretch * tile_ns + GEMM_STORE_NS + GEMM_SHARE_NS : 0);
+}
+
+// The plan of the shape that should take least; false when none fits.
+inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int sms, int shared_limit, GemmPlan& best) {
+  bool found = false;
+  for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
+    GemmPlan plan;
+    if (!plan_gemm(m, n, k, format, shape, true, sms, shared_limit, plan)) continue;
+    if (!found || estimated_ns(plan) < estimated_ns(best)) best = plan;
+    found = true;
+  }
+  return found;
 }
 
 }  // namespace nf4l

@@ -7,7 +7,7 @@ namespace nf4l {
 template <class T>
 int run_gemm_four_bit(const GemmPlan& plan, const nf4l_weight& weight, const nf4l_linear_args& args, int device,
                       const DeviceInfo& info, cudaStream_t stream) {
-  return run_gemm<GemmFourBit, T>(plan, gemm_four_bit_weight<T>(weight), args, device, info, stream);
+  return run_gemm<GemmFourBit, T>(plan, gemm_four_bit_weight<T>(weight), weight.qweight, args, device, info, stream);
 }
 
 template int run_gemm_four_bit<__half>(const GemmPlan&, const nf4l_weight&, const nf4l_linear_args&, int, const DeviceInfo&,

@@ -4,13 +4,13 @@
 // The weight is the 64-row operand of wgmma m64nNk16, in registers, and the tokens are its N columns. So each weight is
 // decoded once, by table look-up (decode.cuh), and x is read from shared memory by the tensor cores themselves.
 //
-// A block is one warpgroup that copies and two or four that multiply. Units are (row block, burst of four tiles of 64
-// inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so that all
-// end together whatever the shape. A unit travels through a ring in shared memory:
+// A block is one warpgroup that copies and two or four that multiply, 64 rows each. Units are (row block, burst of four
+// tiles of 64 inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so
+// that all end together whatever the shape. A unit travels through a ring in shared memory:
 //
-//     producer     wait empty | x: TMA, 4 boxes [tokens][64] | codes, scales: a bulk copy a row tile | -> full
-//                                                                                                        |
-//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                    <----'
+//     producer     wait empty | three boxes by TMA: x [4][tokens][64], codes and scales of all row tiles | -> full
+//                                                                                                           |
+//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                       <----'
 //
 //     a tile       fence | 4 wgmma, one a k16 step | commit | decode the next tile | wait | sum += scale * product
 //
@@ -19,10 +19,10 @@
 // when an accumulator is in use across the loop's back edge, so the last tile of a unit is always waited for.
 //
 // Scaling after the product costs less than scaling weights, and only the centroids are rounded to 16 bits, never the
-// scales. Four k groups (16 tokens) divide the bursts of the same rows among them, each with a ring of its own.
+// scales.
 //
 // Shared memory (offsets in small_wgmma_plan.h):
-//   | pair table 64 KB | rings: x, codes | scale codes | sums of k groups | nested_code | scales | barriers | nested_absmax |
+//   | pair table 64 KB | ring: x, codes | scale codes | nested_code | scales | barriers | nested_absmax |
 //
 // Only the copies of x, and what follows from them, wait for the kernel before: tables and the first weights do not.
 #pragma once
@@ -48,7 +48,7 @@ struct RegisterShare {
   int producer, consumer;
 
   NF4L_HD constexpr explicit RegisterShare(int consumers)
-      : producer(consumers == 2 ? 40 : 24),
+      : producer(consumers == 2 ? 40 : 32),
         consumer(((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1)) - producer) / consumers / 8 * 8) {}
 };
 
@@ -58,7 +58,7 @@ struct WarpScales {
   uint32_t buffer;
   const float *nested_code, *nested_absmax;  // shared memory; NULL with plain absmax
   float nested_offset;
-  int group_shift, row_blocks;  // 64-input blocks of eight rows
+  int group_shift, eight_rows;  // 64-input blocks of eight rows
   int block;  // of (row g of the row tile, tile 0), counted from the first second-level group at hand
 
   // `codes` of this row tile, whose burst begins with `tile`. Lane (g, t) decodes those of rows g and g + 8 for tile t.
@@ -70,10 +70,9 @@ struct WarpScales {
       // A tile beyond the last takes its place in the table of groups: its products are zero.
       const int at = block + min(tile + t, last_tile);
       scale.x = nested_scale(nested_code[low], nested_absmax[at >> group_shift], nested_offset);
-      scale.y = nested_scale(nested_code[high], nested_absmax[(at + row_blocks) >> group_shift], nested_offset);
+      scale.y = nested_scale(nested_code[high], nested_absmax[(at + eight_rows) >> group_shift], nested_offset);
     } else {
       scale = ld_shared_f32x2(codes + (t * TILE_ROWS + 2 * g) * 4);
-      if (tile + t > last_tile) scale = {0.0f, 0.0f};  // it was never copied, and zero times NaN is NaN
     }
     __syncwarp();  // those of the burst before have been read
     st_shared_f32x2(buffer + (t * TILE_ROWS + 2 * g) * 4, scale);
@@ -90,7 +89,7 @@ struct WarpScales {
 template <class T, int SHAPE>
 struct Consumer {
   static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  static constexpr int RESULTS = S.lane_results();
+  static constexpr int RESULTS = S.lane_results(), AHEAD = S.accumulators - 1;
   const SmallWgmmaArgs& args;
   const Ring<SHAPE>& ring;
   WarpScales scales;
@@ -98,7 +97,8 @@ struct Consumer {
   const uint32_t table, lane_address;
   Unit unit;
   RingPosition<S.stages> at{0};
-  uint32_t a[2 * BURST][4];  // fragments of this tile and the next, by turns
+  uint32_t a[2][4][4];  // fragments of this tile and the next, by turns
+  uint4 codes;          // of the next tile
   float product[S.accumulators][RESULTS];
   float sum[RESULTS];
 
@@ -111,104 +111,112 @@ struct Consumer {
     return ld_shared_u32x4(ring.codes(stage, row_tile) + tile * TILE_BYTES + lane * LANE_BYTES);
   }
 
-  // A tile of the burst into its half of `a`.
-  __device__ __forceinline__ void decode(const uint4& codes, int tile) {
+  // `codes` into tile j's half of `a`.
+  __device__ __forceinline__ void decode(int j) {
     const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      a[tile % 2 * 4 + i / 4][i % 4] = PairTable::decode_in_order(table, word[i / 4], lane_address, i % 4);
+      a[j % 2][i / 4][i % 4] = PairTable::decode_in_order(table, word[i / 4], lane_address, i % 4);
     }
   }
 
   // Before the first unit.
   __device__ __forceinline__ void start() {
     mbarrier_wait(ring.full(0), 0);
-    decode(load_codes(0, 0), 0);
+    codes = load_codes(0, 0);
+    decode(0);
+    codes = load_codes(0, 1);
   }
 
   // sum += scale * product of tile j.
-  __device__ __forceinline__ void fold(int j) {
-    const float2 scale = scales.read(j, lane);
+  __device__ __forceinline__ void fold(int j, float2 scale) {
     const float(&d)[RESULTS] = product[j % S.accumulators];
 #pragma unroll
     for (int i = 0; i < RESULTS; ++i) sum[i] = fmaf(d[i], i & 2 ? scale.y : scale.x, sum[i]);
   }
 
-  // One unit, of which tile 0 is decoded; decodes tile 0 of the next one if there are `more`.
+  // One unit, of which tile 0 is decoded and the codes of tile 1 are loaded; does the same for the next one if there are
+  // `more`. Whatever a tile needs is asked for a tile ahead, so that nothing but wgmma is waited for between them.
   __device__ __forceinline__ void multiply(bool more) {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
-    scales.decode(ring.scales(stage, row_tile), unit.burst * BURST, args.k_tiles - 1, lane);
     at.step();
+    float2 scale[2];
 #pragma unroll
     for (int j = 0; j < BURST; ++j) {
-      if (j == BURST - 1 && more) mbarrier_wait(ring.full(at.stage), at.phase);
-      const uint4 next = j < BURST - 1 ? load_codes(stage, j + 1) : load_codes(at.stage, 0);
+      if (j > 0) scale[j % 2] = scales.read(j, lane);
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
-        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2 * 4 + s], x + j * (S.tokens * 128 / 16) + 2 * s, s != 0);
+        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2][s], x + j * (S.tokens * 128 / 16) + 2 * s, s != 0);
       }
       wgmma_commit_group();
-      if (S.accumulators == 2) wgmma_wait_group<1>();  // the registers of the next tile are free
-      decode(next, j + 1);
-      if (S.accumulators == 2) {
-        if (j > 0) fold(j - 1);
-        if (j < BURST - 1) continue;
+      if (j == 0) {
+        scales.decode(ring.scales(stage, row_tile), unit.burst * BURST, args.k_tiles - 1, lane);
+        scale[0] = scales.read(0, lane);
       }
-      wgmma_wait_group<0>();
-      fold(j);
+      if (j == BURST - 2 && more) mbarrier_wait(ring.full(at.stage), at.phase);
+      const uint4 after_next = j < BURST - 2 ? load_codes(stage, j + 2) : load_codes(at.stage, j + 2 - BURST);
+      if (AHEAD > 0) wgmma_wait_group<AHEAD>();  // the registers of the next tile are free
+      decode(j + 1);
+      codes = after_next;
+      if (AHEAD == 0 || j == BURST - 1) {
+        if (j >= AHEAD && AHEAD > 0) fold(j - 1, scale[(j - 1) % 2]);
+        wgmma_wait_group<0>();
+        fold(j, scale[j % 2]);
+      } else if (j > 0) {
+        fold(j - 1, scale[(j - 1) % 2]);
+      }
     }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(ring.empty(stage));
     const int row_block = unit.row_block;
-    unit.step(args, S.k_groups);
+    unit.step(args);
     scales.block += (unit.row_block - row_block) * S.block_rows() * args.blocks_per_row;
   }
 };
 
-// Fills what the whole block reads and nobody before it wrote, then feeds the rings.
+// Feeds the rings, and fills what the whole block reads and nobody before it wrote.
 template <int SHAPE>
-__device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const CUtensorMap& x, const Stretch& stretch,
-                                        const SmallWgmmaShared& map, const NestedGroups& second, char* smem, int warp,
-                                        int lane) {
+__device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps, const Stretch& stretch,
+                                        char* smem, int warp, int lane) {
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  const bool nested = args.nested_code != nullptr, feeds = warp < S.k_groups;
-  const Ring<SHAPE> ring(smem_address(smem), map, nested, feeds ? warp : 0);
-  const Producer<SHAPE> producer = {args, stretch, ring, warp, lane};
+  const bool nested = args.nested_code != nullptr, feeds = warp == 0 && lane == 0;
+  const SmallWgmmaShared map(S, nested, 0);
+  const Ring<SHAPE> ring(smem_address(smem), map, nested);
+  const Producer<SHAPE> producer = {args, maps, stretch, ring};
+  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.stages * 16};
   if (feeds) {
-    producer.init_barriers();
+    producer.init();
     producer.fill();
+    mailbox.init(S.row_groups * 4);
   }
   if (nested) {
     const int thread = warp * WARP + lane;
     for (int i = thread; i < 256; i += WARPGROUP) {
       cp_async_4(smem_address(smem + map.nested_code) + 4 * i, args.nested_code + i, true);
     }
+    const NestedGroups second = stretch.nested_groups<SHAPE>(args);
     second.load_async(args, smem_address(smem + map.nested_absmax), thread, WARPGROUP);
-    cp_async_wait_all();
   }
-  __syncthreads();
-  if (!feeds) return;
   grid_wait();
-  producer.run(x);
+  if (feeds) producer.fill_x();
+  if (nested) cp_async_wait_all();
+  __syncthreads();
+  if (feeds) producer.run();
+  if (warp == 1 && lane == 0) mailbox.serve(args, stretch);
 }
 
 // Multiplies and finishes, row block by row block.
 template <class T, int SHAPE>
-__device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretch& stretch, const SmallWgmmaShared& map,
-                                        const NestedGroups& second, char* smem, int warp, int lane) {
+__device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretch& stretch, char* smem, int warp, int lane) {
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
   const bool nested = args.nested_code != nullptr;
+  const SmallWgmmaShared map(S, nested, 0);
   const float nested_offset = nested ? __ldg(args.nested_offset) : 0.0f;
-  PairTable::fill<S.consumers() * 4>(smem, args.codebook, warp, lane);
-  __syncthreads();
-  grid_wait();  // slots, flags and y may be in use until then
-
-  const int k_group = warp / (S.row_groups * 4), row_tile = warp % (S.row_groups * 4);
-  const Ring<SHAPE> ring(smem_address(smem), map, nested, k_group);
-  const Unit first(args, stretch.begin + k_group);
-  const int row = (first.row_block - stretch.first_row_block) * S.block_rows() + row_tile * TILE_ROWS + lane / 4;
+  PairTable::fill<S.row_tiles()>(smem, args.codebook, warp, lane);
+  const Ring<SHAPE> ring(smem_address(smem), map, nested);
+  const int row = warp * TILE_ROWS + lane / 4;
   const WarpScales scales = {
       smem_address(smem + map.scales) + warp * (BURST * TILE_ROWS * 4),
       nested ? reinterpret_cast<const float*>(smem + map.nested_code) : nullptr,
@@ -216,41 +224,43 @@ __device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretc
       nested_offset,
       args.log2_group,
       8 * args.blocks_per_row,
-      second.offset + row * args.blocks_per_row};
-  Consumer<T, SHAPE> consumer = {args, ring, scales, row_tile, lane, smem_address(smem), PairTable::lane_address(lane), first};
-  const Finish<T, SHAPE> finish(args, reinterpret_cast<float*>(smem + map.sums), k_group);
+      stretch.nested_groups<SHAPE>(args).offset + row * args.blocks_per_row};
+  __syncthreads();
+  grid_wait();  // slots and y may be in use until then
 
-  int u = stretch.begin + k_group;
-  if (u < stretch.end) consumer.start();
+  Consumer<T, SHAPE> consumer = {args, ring, scales, warp, lane, smem_address(smem), PairTable::lane_address(lane),
+                                Unit(args, stretch.begin)};
+  const Mailbox mailbox = {smem_address(smem + map.barriers) + S.stages * 16};
+  const Finish<T, SHAPE> finish(args, mailbox);
+
+  consumer.start();
   consumer.clear();
   for (int begin = stretch.begin; begin < stretch.end;) {
     const int row_block = begin / args.bursts, end = min(stretch.end, (row_block + 1) * args.bursts);
-    for (; u < end; u += S.k_groups) consumer.multiply(u + S.k_groups < stretch.end);
+    for (int u = begin; u < end; ++u) consumer.multiply(u + 1 < stretch.end);
     finish(consumer.sum, row_block, begin, end);
     consumer.clear();
     begin = end;
   }
+  finish.end(stretch);
 }
 
 template <class T, int SHAPE>
 __global__ void __launch_bounds__(SMALL_WGMMA_SHAPES[SHAPE].threads(), 1)
-    small_wgmma_kernel(const __grid_constant__ SmallWgmmaArgs args, const __grid_constant__ CUtensorMap x) {
+    small_wgmma_kernel(const __grid_constant__ SmallWgmmaArgs args, const __grid_constant__ SmallWgmmaMaps maps) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  constexpr RegisterShare REGISTERS(S.consumers());
+  constexpr RegisterShare REGISTERS(S.row_groups);
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const Stretch stretch(args);
-  const NestedGroups second(args, stretch.first_row_block * S.block_rows(), stretch.row_blocks * S.block_rows());
-  const bool nested = args.nested_code != nullptr;
-  const SmallWgmmaShared map(S, nested, nested ? second.count : 0);
-  if (warp >= S.consumers() * 4) {
+  if (warp >= S.row_tiles()) {
     setmaxnreg_dec<REGISTERS.producer>();
-    produce<SHAPE>(args, x, stretch, map, second, smem, warp - S.consumers() * 4, lane);
+    produce<SHAPE>(args, maps, stretch, smem, warp - S.row_tiles(), lane);
   } else {
     setmaxnreg_inc<REGISTERS.consumer>();
-    consume<T, SHAPE>(args, stretch, map, second, smem, warp, lane);
+    consume<T, SHAPE>(args, stretch, smem, warp, lane);
   }
 #endif
 }

@@ -17,10 +17,10 @@
 
 namespace nf4l {
 
-static_assert(MAX_BLOCKS <= ARRIVALS, "every block of a launch has its own flag");
+static_assert(MAX_BLOCKS <= ARRIVALS, "every block of a launch has its own counter");
 
 template <class T, int SHAPE>
-int launch_small_wgmma(const SmallWgmmaPlan& plan, const SmallWgmmaArgs& args, const CUtensorMap& x, bool dependent_launch,
+int launch_small_wgmma(const SmallWgmmaPlan& plan, const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps, bool dependent_launch,
                        int device, int shared_limit, cudaStream_t stream) {
   static KernelState state;
   const auto kernel = small_wgmma_kernel<T, SHAPE>;
@@ -36,10 +36,10 @@ int launch_small_wgmma(const SmallWgmmaPlan& plan, const SmallWgmmaArgs& args, c
   config.stream = stream;
   config.attrs = &dependent;
   config.numAttrs = dependent_launch ? 1 : 0;
-  return status_of(cudaLaunchKernelEx(&config, kernel, args, x));
+  return status_of(cudaLaunchKernelEx(&config, kernel, args, maps));
 }
 
-using SmallWgmmaLauncher = int (*)(const SmallWgmmaPlan&, const SmallWgmmaArgs&, const CUtensorMap&, bool, int, int,
+using SmallWgmmaLauncher = int (*)(const SmallWgmmaPlan&, const SmallWgmmaArgs&, const SmallWgmmaMaps&, bool, int, int,
                                    cudaStream_t);
 
 // The launcher of each compiled shape, in the order of SMALL_WGMMA_SHAPES.
@@ -47,6 +47,17 @@ template <class T, size_t... I>
 SmallWgmmaLauncher small_wgmma_launcher(int shape, std::index_sequence<I...>) {
   static constexpr SmallWgmmaLauncher launchers[] = {launch_small_wgmma<T, int(I)>...};
   return launchers[shape];
+}
+
+inline int encode_maps(SmallWgmmaMaps& maps, SmallWgmmaShape shape, const nf4l_weight& w, const nf4l_linear_args& l,
+                       bool half) {
+  const int64_t row_tiles = ceil_div(w.n, TILE_ROWS), k_tiles = w.k / TILE_K4;
+  const bool nested = w.nested_code != nullptr;
+  const int64_t scale_row_bytes = (nested ? ceil_div(k_tiles, BURST) : k_tiles) * 64, x_row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
+  const int rows = shape.row_tiles(), scale_bytes = SmallWgmmaShared::scale_bytes(nested);
+  if (const int s = encode_activations(maps.x, half, l.x, l.m, w.k, x_row_bytes, shape.tokens, BURST)) return s;
+  if (const int s = encode_bytes(maps.codes, w.qweight, row_tiles, k_tiles * TILE_BYTES, rows, BURST * TILE_BYTES)) return s;
+  return encode_bytes(maps.scales, w.scales, row_tiles, scale_row_bytes, rows, scale_bytes);
 }
 
 template <class T>
@@ -62,16 +73,14 @@ int run_small_wgmma(const SmallWgmmaPlan& plan, const nf4l_weight& w, const nf4l
   if (plan.workspace_bytes > 0) {
     if (!l.workspace || int64_t(l.workspace_bytes) < plan.workspace_bytes || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
     a.slots = static_cast<float4*>(l.workspace);
-    // The last flags of the workspace are there for when the library has no set left.
+    // The last counters of the workspace are there for when the library has no set left.
     void* spare = static_cast<char*>(l.workspace) + plan.workspace_bytes - ARRIVALS * sizeof(unsigned);
-    if (const int status = claim_arrivals(a.raised, device, stream, spare)) return status;
+    if (const int status = claim_arrivals(a.arrived, device, stream, spare)) return status;
   }
-  CUtensorMap x;
-  const int64_t row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  const int tokens = SMALL_WGMMA_SHAPES[plan.shape].tokens;
-  if (const int status = encode_matrix16(x, std::is_same_v<T, __half>, l.x, l.m, w.k, row_bytes, tokens)) return status;
+  SmallWgmmaMaps maps;
+  if (const int status = encode_maps(maps, SMALL_WGMMA_SHAPES[plan.shape], w, l, std::is_same_v<T, __half>)) return status;
   const auto launch = small_wgmma_launcher<T>(plan.shape, std::make_index_sequence<SMALL_WGMMA_SHAPE_COUNT>());
-  return launch(plan, a, x, l.flags & NF4L_DEPENDENT_LAUNCH, device, info.shared_bytes, stream);
+  return launch(plan, a, maps, l.flags & NF4L_DEPENDENT_LAUNCH, device, info.shared_bytes, stream);
 }
 
 }  // namespace nf4l

@@ -44,11 +44,6 @@ __device__ __forceinline__ uint64_t createpolicy_evict_first() {
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
   return policy;
 }
-__device__ __forceinline__ uint64_t createpolicy_evict_normal() {
-  uint64_t policy;
-  asm("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
-  return policy;
-}
 __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier,
                                               uint64_t policy) {
   asm volatile(
@@ -65,30 +60,28 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUten
       : "memory");
 }
 
+// The same for three dimensions.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t to, const CUtensorMap* map, int x, int y, int z,
                                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
+          to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-
-// ---- copies from shared memory ---------------------------------------------------------------------------------------------
-
-// To the box of a map at (column, row); what lies outside the tensor is not written. One of the thread's next group.
-__device__ __forceinline__ void cp_async_bulk_tensor_2d_store(const CUtensorMap* map, uint32_t from, int column, int row) {
-  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(map), "r"(column),
-               "r"(row), "r"(from)
-               : "memory");
+// A box of two dimensions, with an L2 policy.
+__device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUtensorMap* map, int column, int row,
+                                                        uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+      "[%4], %5;" ::"r"(to),
+      "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
+      : "memory");
 }
-__device__ __forceinline__ void cp_async_bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Returns when all but the last `PENDING` groups of this thread have been read from shared memory.
-template <int PENDING>
-__device__ __forceinline__ void cp_async_bulk_wait_group_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+// Fetches a map ahead of its first use.
+__device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
-// What this thread stored to shared memory is seen by copies that are started after the next barrier.
-__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // ---- tensor maps -----------------------------------------------------------------------------------------------------------
 
@@ -112,44 +105,43 @@ inline EncodeTiled encode_tiled() {
   return function;
 }
 
-// A matrix of 16-bit values [rows, columns], `row_bytes` from row to row (a multiple of 16, as is the pointer), in boxes
-// [box_rows, box_columns] with the swizzle of that many bytes a row. A status.
-inline int encode_boxes16(CUtensorMap& map, bool half, const void* matrix, int64_t rows, int64_t columns, int64_t row_bytes,
-                          int box_rows, int box_columns) {
+// Describes `rank` dimensions, the innermost first: sizes and box in elements, strides (of all but the innermost) in bytes.
+// Boxes read zeros outside of the tensor. A status.
+inline int encode_map(CUtensorMap& map, CUtensorMapDataType type, int rank, const void* data, const cuuint64_t* sizes,
+                      const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return NF4L_CUDA_ERROR - int(cudaErrorNotSupported);
-  const cuuint64_t sizes[2] = {cuuint64_t(columns), cuuint64_t(rows)}, strides[1] = {cuuint64_t(row_bytes)};
-  const cuuint32_t box[2] = {cuuint32_t(box_columns), cuuint32_t(box_rows)}, steps[2] = {1, 1};
-  const CUtensorMapSwizzle swizzle = box_columns == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
-  const CUresult result = encode(&map, half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2,
-                                 const_cast<void*>(matrix), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                 swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const cuuint32_t steps[3] = {1, 1, 1};
+  const CUresult result = encode(&map, type, rank, const_cast<void*>(data), sizes, strides, box, steps,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   return result == CUDA_SUCCESS ? NF4L_OK : NF4L_CUDA_ERROR - int(result);  // the two kinds of errors share their numbers
 }
 
-// In boxes [box_rows, 64] that land as wgmma reads them (wgmma_descriptor).
-inline int encode_matrix16(CUtensorMap& map, bool half, const void* matrix, int64_t rows, int64_t columns, int64_t row_bytes,
-                           int box_rows) {
-  return encode_boxes16(map, half, matrix, rows, columns, row_bytes, box_rows, 64);
+// x, 16-bit values [rows, columns], `row_bytes` from row to row (a multiple of 16, as is the pointer), as [columns / 64]
+// [rows][64], in boxes [tiles][box_rows][64] that land as wgmma reads them (wgmma_descriptor).
+inline int encode_activations(CUtensorMap& map, bool half, const void* x, int64_t rows, int64_t columns, int64_t row_bytes,
+                              int box_rows, int tiles) {
+  const auto type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const cuuint64_t sizes[3] = {64, cuuint64_t(rows), cuuint64_t(columns / 64)}, strides[2] = {cuuint64_t(row_bytes), 128};
+  const cuuint32_t box[3] = {64, cuuint32_t(box_rows), cuuint32_t(tiles)};
+  return encode_map(map, type, 3, x, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// Contiguous rows in boxes [box_rows, 32]: rows of 64 bytes.
-inline int encode_rows64(CUtensorMap& map, bool half, const void* matrix, int64_t rows, int64_t columns, int box_rows) {
-  return encode_boxes16(map, half, matrix, rows, columns, columns * 2, box_rows, 32);
+// Bytes [rows][row_bytes] in boxes [box_rows][box_bytes]; pointer and row_bytes are multiples of 16, box_bytes of 16 up to
+// 2048. Columns count in 8 bytes.
+inline int encode_bytes(CUtensorMap& map, const void* bytes, int64_t rows, int64_t row_bytes, int box_rows, int box_bytes) {
+  const cuuint64_t sizes[2] = {cuuint64_t(row_bytes / 8), cuuint64_t(rows)}, strides[1] = {cuuint64_t(row_bytes)};
+  const cuuint32_t box[2] = {cuuint32_t(box_bytes / 8), cuuint32_t(box_rows)};
+  return encode_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 2, bytes, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 // Codes [row_tiles][k_tiles][tile_bytes] in boxes [box_row_tiles][1][tile_bytes], tile after tile; tile_bytes is at most 2048.
 inline int encode_codes(CUtensorMap& map, const void* codes, int row_tiles, int k_tiles, int tile_bytes, int box_row_tiles) {
-  const EncodeTiled encode = encode_tiled();
-  if (!encode) return NF4L_CUDA_ERROR - int(cudaErrorNotSupported);
-  const cuuint32_t words = cuuint32_t(tile_bytes / 8);
+  const cuuint32_t words = cuuint32_t(tile_bytes / 8), box[3] = {words, 1, cuuint32_t(box_row_tiles)};
   const cuuint64_t sizes[3] = {words, cuuint64_t(k_tiles), cuuint64_t(row_tiles)};
   const cuuint64_t strides[2] = {cuuint64_t(tile_bytes), cuuint64_t(tile_bytes) * k_tiles};
-  const cuuint32_t box[3] = {words, 1, cuuint32_t(box_row_tiles)}, steps[3] = {1, 1, 1};
-  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, const_cast<void*>(codes), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? NF4L_OK : NF4L_CUDA_ERROR - int(result);
+  return encode_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, codes, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
 }  // namespace nf4l

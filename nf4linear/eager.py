@@ -18,7 +18,9 @@ from . import eager_cpu, native, selfcheck
 from .formats import WeightSpec
 
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
-MOST_TOKENS = 64
+MOST_TOKENS = 2048
+# Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
+MOST_KEPT_TOKENS = 64
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
@@ -116,7 +118,7 @@ class BoundWeight:
         return bias.shape == (self._spec.n,) and bias.is_contiguous()
 
     def _prepare(self, x: Tensor) -> _Call | None:
-        """Keeps what calls of x's shape share; None, kept too, for a shape that is the operator's."""
+        """What calls of x's shape share, kept for few tokens; None for a shape that is the operator's."""
         n, k = self._spec.n, self._spec.k
         tokens, call = x.numel() // k, None
         if x.shape[-1:] == (k,) and 0 < tokens <= MOST_TOKENS:
@@ -124,7 +126,8 @@ class BoundWeight:
             args = native.LinearArgs(self._dtype_id, 0, tokens, pointer, k, None, pointer, None, 0)
             workspace = self._library.workspace_bytes(self._weight, args)
             call = _Call(tokens, x.new_empty(1).expand(*x.shape[:-1], n), workspace)
-        self._calls[x.shape] = call
+        if call is None or tokens <= MOST_KEPT_TOKENS:
+            self._calls[x.shape] = call
         return call
 
 

@@ -17,12 +17,13 @@ from .formats import EightBitSpec, FourBitSpec, WeightSpec, dynamic_map
 
 # Twice the relative error, in the Frobenius norm, that rounding the codebook and the output to the dtype gives.
 TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Ragged in rows and in inputs; and few rows, whose inputs are cut into slices. One number of tokens for each kernel.
+# Ragged in rows and in inputs; few rows, whose inputs are cut into slices; and the least that the Hopper engine takes.
+# One number of tokens for each kernel.
 SPECS: dict[type, tuple[WeightSpec, ...]] = {
-    FourBitSpec: (FourBitSpec("nf4", 200, 1088), FourBitSpec("nf4", 40, 4096)),
+    FourBitSpec: (FourBitSpec("nf4", 200, 1088), FourBitSpec("nf4", 40, 4096), FourBitSpec("nf4", 1024, 4096)),
     EightBitSpec: (EightBitSpec("w8_s8", 200, 1088), EightBitSpec("w8_s8", 40, 4096, group_size=64)),
 }
-TOKENS = (1, 5, 12, 24, 48)
+TOKENS = (1, 5, 12, 24, 48, 200)
 
 _WIDTHS = {FourBitSpec: "4-bit", EightBitSpec: "8-bit"}
 _verdicts: dict[tuple[int, torch.dtype, type], bool] = {}

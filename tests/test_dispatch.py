@@ -34,7 +34,7 @@ SHAPES = (
     (576, 576), (192, 576), (1024, 4096), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192),
     (57344, 8192), (8192, 28672), (128256, 4096),
 )  # fmt: skip
-TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65)
+TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512, 2048, 2049)
 W8_SHAPES = ((1024, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
 W8_TOKENS = (1, 8, 16, 32, 64, 100, 512, 3456)
 AS_W8 = {"format": W8_S8, "layout": TILED_W8, "blocksize": 0, "nested": 0}
@@ -95,7 +95,8 @@ def test_the_table(program):
         ({"nested": 0}, "small_batch"),
         ({"blocksize": 4096}, "small_batch"),
         ({"dtype": F16}, "small_batch"),
-        ({"n": 131088, "k": 65536, "m": 16}, "small_batch"),  # 2^33 weights
+        ({"n": 131088, "k": 65536, "m": 8}, "small_batch"),  # 2^33 weights
+        ({"n": 131088, "k": 65536, "m": 16}, "small_wgmma"),
     ],
 )
 def test_what_is_left_to_the_framework(program, case, want):

@@ -9,6 +9,7 @@ from test_small_batch import DEPENDENT, DTYPES, PLAIN, ROUNDING, capture, launch
 from test_small_wgmma import random_weight
 
 from nf4linear import native, ops, reference, reorder
+from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
 
@@ -31,9 +32,9 @@ SPECS = (
     FourBitSpec("nf4", 130, 704, double_quant=False),
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
-# Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the twelve shapes of the other engines.
-SHAPES = (96, 128, 128, 192, 256)
-FIRST_SHAPE = 12
+# Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.
+SHAPES = tuple(tokens for tokens, _ in TUNE_GEMM_SHAPES)
+FIRST_SHAPE = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
 CUT, WHOLE = 0, 1
 
 
@@ -113,7 +114,7 @@ def test_many_tokens_and_outputs_beyond_two_to_the_31(library):
         dense = ops.dequantize(*operands(spec, packed), *geometry(spec), torch.float16)
         x = torch.randn(tokens, k, device="cuda", dtype=torch.float16)
         want = x @ dense.T
-        for shape in (3, 4):
+        for shape in (SHAPES.index(192), SHAPES.index(256)):
             got = launch(library, spec, packed, x, tuned(shape))
             for rows in (slice(0, 300), slice(tokens // 2, tokens // 2 + 300), slice(tokens - 300, tokens)):
                 assert relative_error(got[rows], want[rows].double()) < 1e-3, (tokens, shape)
@@ -208,10 +209,10 @@ def test_rows_of_activations_apart(weight, library, shape):
 
 # (spec, tokens, flags): output tiles cut by many blocks, by few, and by none.
 ORDERED = (
-    (FourBitSpec("nf4", 256, 8192), 100, tuned(2)),
-    (FourBitSpec("nf4", 4096, 2048), 250, tuned(4)),
-    (FourBitSpec("nf4", 8192, 1024), 600, tuned(3)),
-    (FourBitSpec("nf4", 2048, 1024), 300, tuned(1, WHOLE)),
+    (FourBitSpec("nf4", 256, 8192), 100, tuned(SHAPES.index(128))),
+    (FourBitSpec("nf4", 4096, 2048), 250, tuned(SHAPES.index(256))),
+    (FourBitSpec("nf4", 8192, 1024), 600, tuned(SHAPES.index(192))),
+    (FourBitSpec("nf4", 2048, 1024), 300, tuned(SHAPES.index(256), WHOLE)),
 )
 
 

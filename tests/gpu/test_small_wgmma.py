@@ -31,10 +31,9 @@ SPECS = (
     FourBitSpec("nf4", 130, 704, double_quant=False),  # a last burst of three tiles
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
-# Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after the seven shapes of the small-batch engine.
-SHAPES = (16, 32, 32, 64, 64)
-FIRST_SHAPE = 7
-FOUR_K_GROUPS = 0  # this shape needs four bursts
+# Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after those of the small-batch engine.
+SHAPES = (16, 32, 32, 64)
+FIRST_SHAPE = 9
 TOKENS = (17, 31, 32, 33, 48, 64)
 
 
@@ -46,10 +45,6 @@ def tuned(shape: int, least: int = 1) -> int:
 def rounding(dtype: torch.dtype, values: int) -> float:
     """Relative error that rounding the output alone may give to so many values."""
     return ROUNDING[dtype] if values > 1000 else torch.finfo(dtype).eps / 2 * 1.05
-
-
-def takes(shape: int, spec: FourBitSpec) -> bool:
-    return shape != FOUR_K_GROUPS or spec.k > 768
 
 
 @pytest.fixture(scope="module")
@@ -87,8 +82,6 @@ def random_weight(spec: FourBitSpec) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_identity_activations_give_the_decoded_weight(weight, library, dtype, shape):
     spec, canonical, packed = weight
-    if not takes(shape, spec):
-        return
     want = rounded_centroids(spec, canonical, dtype).to(dtype)
     tokens = SHAPES[shape]
     step = tokens if spec.k < 2000 else tokens * 7  # long rows: tiles of every kind
@@ -108,7 +101,7 @@ def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, tokens):
     gemm = torch.nn.functional.linear(x, reference.dequantize(spec, canonical, dtype), bias)
     most = 1.15 * relative_error(gemm, exact) + 1e-4
     for shape, capacity in enumerate(SHAPES):
-        if tokens <= capacity and takes(shape, spec):
+        if tokens <= capacity:
             assert relative_error(launch(library, spec, packed, x, tuned(shape), bias), exact) <= most, shape
     got = ops.linear(x, *operands(spec, packed), bias, *geometry(spec))
     assert relative_error(got, exact) <= most
@@ -120,8 +113,6 @@ def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, tokens):
 def test_every_shape_and_every_cut(weight, library, dtype, shape):
     """Also plain and dependent launches, bit for bit, and all numbers of tokens around the ends of the shape."""
     spec, canonical, packed = weight
-    if not takes(shape, spec):
-        return
     exact_weight = rounded_centroids(spec, canonical, dtype).double()
     most = SHAPES[shape]
     for tokens in {1, most // 2 + 1, most}:
@@ -195,9 +186,10 @@ def test_shards_find_their_second_level_scales(library, blocksize):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_self_check_covers_it(library, dtype):
     assert any(32 < tokens <= 64 for tokens in selfcheck.TOKENS)
-    for spec in selfcheck.SPECS[FourBitSpec]:
-        assert selfcheck._error(library, spec, 0, dtype, 48) <= selfcheck.TOLERANCES[dtype]
-        assert selfcheck.fused_allowed(library, 0, dtype, spec)
+    specs = selfcheck.SPECS[FourBitSpec]
+    errors = [selfcheck._error(library, spec, 0, dtype, 48) for spec in specs]
+    assert 0 < max(errors) <= selfcheck.TOLERANCES[dtype], "one of them is large enough for this engine"
+    assert selfcheck.fused_allowed(library, 0, dtype, specs[0])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -206,8 +198,6 @@ def test_the_self_check_covers_it(library, dtype):
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_only_the_output_is_written(weight, library, shape):
     spec, _, packed = weight
-    if not takes(shape, spec):
-        return
     tokens = SHAPES[shape] - 3
     x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
     want = launch(library, spec, packed, x, tuned(shape))
@@ -259,19 +249,20 @@ def test_activations_anywhere(weight, library, tokens):
     wide = torch.full((tokens, spec.k + 64), torch.nan, device="cuda", dtype=torch.float16)
     wide[:, : spec.k] = x
     for shape, capacity in enumerate(SHAPES):
-        if tokens <= capacity and takes(shape, spec):
+        if tokens <= capacity:
             apart = launch(library, spec, packed, wide[:, : spec.k], tuned(shape))
             assert torch.equal(apart, launch(library, spec, packed, x, tuned(shape)))
 
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
 
-# (spec, tokens, flags): row blocks cut by many blocks, by few, and by none.
+# (spec, tokens, flags): row blocks that eight blocks share, sixteen, up to seven, none, and up to four.
 ORDERED = (
-    (FourBitSpec("nf4", 1024, 2048), 48, tuned(4)),
+    (FourBitSpec("nf4", 1024, 2048), 48, tuned(3)),
     (FourBitSpec("nf4", 512, 4096), 30, tuned(1)),
-    (FourBitSpec("nf4", 1000, 4096), 16, tuned(0)),
+    (FourBitSpec("nf4", 1000, 4096), 16, tuned(0, 3)),
     (FourBitSpec("nf4", 2048, 1024), 64, tuned(3, 4)),
+    (FourBitSpec("nf4", 1000, 3000 // 64 * 64), 27, tuned(2, 4)),
 )
 
 
@@ -295,7 +286,7 @@ def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extr
             assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
 
 
-@pytest.mark.parametrize("flags", [tuned(0), tuned(2), tuned(4)])
+@pytest.mark.parametrize("flags", [tuned(0), tuned(1), tuned(3)])
 def test_a_chain_of_dependent_launches(library, flags):
     """Each reads what the one before it wrote; all of them use the same workspace and flags."""
     spec = FourBitSpec("nf4", 1024, 1024)

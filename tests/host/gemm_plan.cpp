@@ -2,7 +2,7 @@
 //   shape m n k cut sms shared_bytes
 // one answer a line: "none", or the plan (tokens block_rows k_tiles token_tiles row_blocks blocks whole_tiles shared
 // workspace slot_bytes) and, behind ';' for each block, its count of k tiles and behind ',' for each of its pieces: tile begin
-// end, token_tile row_block, and the block at which collecting its sums stops (-1: they are left, 0: nothing to collect).
+// end token_tile row_block, whether it is the last one, and of the sharers of a cut tile (else zeros): first count finishers.
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -36,11 +36,14 @@ int main() {
       std::cout << ';' << piece.k_tiles_left();
       while (piece.next()) {
         const nf4l::OutTile out(c, piece.tile);
-        int stop = 0;
-        if (piece.begin > 0) stop = -1;
-        else if (piece.end < c.k_tiles) stop = c.deal.blocks_before((piece.tile - c.whole_tiles + 1) * c.k_tiles);
         std::cout << ',' << piece.tile << ' ' << piece.begin << ' ' << piece.end << ' ' << out.token_tile << ' '
-                  << out.row_block << ' ' << stop;
+                  << out.row_block << ' ' << piece.last();
+        if (piece.whole_tile()) {
+          std::cout << " 0 0 0";
+        } else {
+          const nf4l::GemmSharers sharers(c, piece.tile);
+          std::cout << ' ' << sharers.first << ' ' << sharers.count << ' ' << sharers.finishers;
+        }
       }
     }
     std::cout << '\n';

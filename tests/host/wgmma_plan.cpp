@@ -1,9 +1,9 @@
 // Walks the blocks of the wgmma engine's plans for tests/test_wgmma_plan.py, with the arithmetic of the kernel. One question
 // a line on standard input:
 //   shape n k kb_full log2_group nested least_units sms shared_bytes
-// one answer a line: "none", or the plan (tokens row_groups k_groups bursts blocks shared workspace) and then,
-// for each block, "; begin end" and for each row block it meets ", row_block first last stop": units first .. last - 1 are
-// its own, and it adds the slots of the blocks up to `stop` (-1: it leaves its sums in its own slot).
+// one answer a line: "none", or the plan (tokens row_groups bursts blocks shared workspace) and then,
+// for each block, "; begin end" and for each row block it meets ", row_block first last owner stop spread": units first ..
+// last - 1 are its own, blocks owner .. stop - 1 share the row block, and they all add up if it is spread, else the owner.
 #include <algorithm>
 #include <iostream>
 #include <sstream>
@@ -29,16 +29,16 @@ int main() {
       continue;
     }
     const nf4l::SmallWgmmaShape shape = nf4l::SMALL_WGMMA_SHAPES[plan.shape];
-    std::cout << shape.tokens << ' ' << shape.row_groups << ' ' << shape.k_groups << ' ' << plan.bursts << ' '
+    std::cout << shape.tokens << ' ' << shape.row_groups << ' ' << plan.bursts << ' '
               << plan.blocks << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes;
     for (int block = 0; block < plan.blocks; ++block) {
       const int begin = plan.deal.first_unit(block), end = plan.deal.first_unit(block + 1);
       std::cout << "; " << begin << ' ' << end;
       for (int first = begin; first < end;) {
         const int row_block = first / plan.bursts, last = std::min(end, (row_block + 1) * plan.bursts);
-        const bool leaves = first > row_block * plan.bursts;
-        std::cout << ", " << row_block << ' ' << first << ' ' << last << ' '
-                  << (leaves ? -1 : plan.deal.blocks_before((row_block + 1) * plan.bursts));
+        const nf4l::Sharers sharers(plan.deal, row_block, plan.bursts);
+        std::cout << ", " << row_block << ' ' << first << ' ' << last << ' ' << sharers.owner << ' ' << sharers.stop << ' '
+                  << sharers.spread();
         first = last;
       }
     }
