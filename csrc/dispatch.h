@@ -40,18 +40,14 @@ struct LaunchRow {
 constexpr LaunchRow LAUNCH_TABLE[] = {
     // arch      m      n * k        shape                    whole slice
     {80, 999, 1, 1, 40'000'000, small_batch_shape(1, 1), ANY, ANY},   // 4096x4096 6.1 (two row tiles: 6.5)
-    {80, 999, 1, 1, 200'000'000, small_batch_shape(2, 1), ANY, ANY},  // 4096x14336 13.1 (one: 13.9)
-    {90, 119, 1, 1, ANY, small_batch_shape(2, 1, 12), ANY, ANY},      // 57344x8192 67.8 (eight warps: 70.1)
-    {80, 999, 1, 1, ANY, small_batch_shape(2, 1), ANY, ANY},
+    {80, 999, 1, 1, ANY, small_batch_shape(2, 1), ANY, ANY},          // 4096x14336 13.1 (one: 13.9)
     {86, 89, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {86, 89, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
     {120, 129, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {120, 129, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
     {80, 119, 2, 8, 40'000'000, small_batch_shape(1, 8), 128, 64},    // 4096x4096 6.5 (two: 7.0), 6144x4096 8.0
     {80, 119, 2, 8, 90'000'000, small_batch_shape(2, 8), 64, 64},     // 4096x14336 14.4 (one: 15.2), 8192x8192 15.7 (16.2)
-    {80, 119, 2, 8, 400'000'000, small_batch_shape(2, 8), 64, 112},   // 28672x4096 22.6 (one: 23.3)
-    {90, 119, 2, 8, ANY, small_batch_shape(2, 8, 12), 64, 112},       // 57344x8192 72.7 (eight warps: 74.3)
-    {80, 89, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},
+    {80, 119, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},           // 28672x4096 22.6 (one: 23.3)
     {80, 119, 9, 16, 32'000'000, small_batch_shape(1, 16), 64, 64},   // 4096x4096 8.1 (two: 8.7), 6144x4096 9.8 (10.3)
     {80, 119, 9, 16, ANY, small_batch_shape(2, 16), 0, 40},           // 8192x8192 17.9 (one: 19.7)
     {80, 119, 17, 32, ANY, small_batch_shape(1, 32), 0, 32},          // 4096x4096 10.5 (wgmma: 11.6), 28672x4096 44.0
@@ -68,11 +64,15 @@ struct WgmmaRow {
 // Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k       n * k                    shape                      (the other engine, or another shape)
-    {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 17.4 (18.1)
-    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 26.2 (27.8), 57344x8192 77.1 (92.6)
-    {17, 32, 0, 15'000'000, 60'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.4 (11.0), 4096x14336 19.1 (19.9)
-    {17, 32, 0, 60'000'000, ANY, small_wgmma_shape(32, 4)},              // 8192x8192 20.3 (21.2), 57344x8192 90.9 (100.3)
-    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.8, 57344x8192 128
+    {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)
+    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 25.5 (27.8), 57344x8192 79.8 (92.6)
+    {17, 32, 0, 20'000'000, 32'000'000, small_wgmma_shape(32, 3)},       // 6144x4096 12.1 (12.7)
+    {17, 32, 0, 15'000'000, 70'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.0 (11.1), 8192x8192 20.3 (20.7)
+    {17, 32, 0, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 28672x4096 29.8 (31.3), 57344x8192 93.7 (105)
+    {33, 64, 0, 20'000'000, 32'000'000, small_wgmma_shape(64, 3)},       // 6144x4096 14.8 (15.0)
+    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.4, 57344x8192 129
+    {65, 96, 0, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
+    {97, 128, 0, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
 };
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;

@@ -23,17 +23,14 @@ struct SmallBatchShape {
 
 // Everything that is compiled, for each 16-bit type. More tokens than 32 or more registers a warp spill.
 constexpr SmallBatchShape SMALL_BATCH_SHAPES[] = {
-    {1, 1, 8}, {2, 1, 8}, {1, 8, 8}, {2, 8, 8}, {1, 16, 8}, {2, 16, 8}, {1, 32, 8}, {2, 1, 12}, {2, 8, 12},
+    {1, 1, 8}, {2, 1, 8}, {1, 8, 8}, {2, 8, 8}, {1, 16, 8}, {2, 16, 8}, {1, 32, 8},
 };
 constexpr int SMALL_BATCH_SHAPE_COUNT = sizeof(SMALL_BATCH_SHAPES) / sizeof(SMALL_BATCH_SHAPES[0]);
 
 // Index of a compiled shape; asking for another at compile time does not compile.
-constexpr int small_batch_shape(int row_tiles, int tokens, int warps = 8) {
+constexpr int small_batch_shape(int row_tiles, int tokens) {
   int i = 0;
-  while (SMALL_BATCH_SHAPES[i].row_tiles != row_tiles || SMALL_BATCH_SHAPES[i].tokens != tokens ||
-         SMALL_BATCH_SHAPES[i].warps != warps) {
-    ++i;
-  }
+  while (SMALL_BATCH_SHAPES[i].row_tiles != row_tiles || SMALL_BATCH_SHAPES[i].tokens != tokens) ++i;
   return i;
 }
 

@@ -1,16 +1,16 @@
-// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias for 9..64 tokens, where mma.sync has too little to do for each
+// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias for 9..128 tokens, where mma.sync has too little to do for each
 // weight that is decoded.
 //
 // The weight is the 64-row operand of wgmma m64nNk16, in registers, and the tokens are its N columns. So each weight is
 // decoded once, by table look-up (decode.cuh), and x is read from shared memory by the tensor cores themselves.
 //
-// A block is one warpgroup that copies and two or four that multiply, 64 rows each. Units are (row block, burst of four
+// A block is one warpgroup that copies and two to four that multiply, 64 rows each. Units are (row block, burst of four or two
 // tiles of 64 inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so
 // that all end together whatever the shape. A unit travels through a ring in shared memory:
 //
-//     producer     wait empty | three boxes by TMA: x [4][tokens][64], codes and scales of all row tiles | -> full
-//                                                                                                           |
-//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                       <----'
+//     producer     wait empty | three boxes by TMA: x [burst][tokens][64], codes and scales of all row tiles | -> full
+//                                                                                                               |
+//     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                           <----'
 //
 //     a tile       fence | 4 wgmma, one a k16 step | commit | decode the next tile | wait | sum += scale * product
 //
@@ -52,29 +52,32 @@ struct RegisterShare {
         consumer(((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1)) - producer) / consumers / 8 * 8) {}
 };
 
-// Block scales of the burst in hand, float32, in a buffer of the warp's own: [BURST][16], element 2 g + h of a tile is
-// row g + 8 h.
+// Block scales of the unit in hand, float32, in a buffer of the warp's own: [TILES][16], element 2 g + h of a tile is row
+// g + 8 h.
+template <int TILES>
 struct WarpScales {
-  uint32_t buffer;
-  const float *nested_code, *nested_absmax;  // shared memory; NULL with plain absmax
+  const SmallWgmmaArgs& args;
+  uint32_t buffer, nested_code, nested_absmax;
   float nested_offset;
-  int group_shift, eight_rows;  // 64-input blocks of eight rows
   int block;  // of (row g of the row tile, tile 0), counted from the first second-level group at hand
 
-  // `codes` of this row tile, whose burst begins with `tile`. Lane (g, t) decodes those of rows g and g + 8 for tile t.
-  __device__ __forceinline__ void decode(uint32_t codes, int tile, int last_tile, int lane) const {
-    const int g = lane / 4, t = lane % 4;
+  // `codes` of this row tile, whose unit begins with `tile`. Lane (g, t) decodes those of rows g and g + 8 for its tile t.
+  __device__ __forceinline__ void decode(uint32_t codes, int tile, int lane) const {
+    const int g = lane / 4, t = lane % TILES;
     float2 scale;
-    if (nested_code) {
-      const uint32_t low = ld_shared_u8(codes + 8 * g + t), high = ld_shared_u8(codes + 8 * g + 4 + t);
+    if (args.nested_code) {
+      const uint32_t at_tile = codes + 8 * g + (TILES == BURST ? t : (tile + t) % BURST);  // codes cover four tiles
+      const uint32_t low = ld_shared_u8(at_tile), high = ld_shared_u8(at_tile + 4);
       // A tile beyond the last takes its place in the table of groups: its products are zero.
-      const int at = block + min(tile + t, last_tile);
-      scale.x = nested_scale(nested_code[low], nested_absmax[at >> group_shift], nested_offset);
-      scale.y = nested_scale(nested_code[high], nested_absmax[(at + eight_rows) >> group_shift], nested_offset);
+      const int at = block + min(tile + t, args.k_tiles - 1), at_high = at + 8 * args.blocks_per_row;
+      scale.x = nested_scale(ld_shared_f32(nested_code + 4 * low),
+                             ld_shared_f32(nested_absmax + 4 * (at >> args.log2_group)), nested_offset);
+      scale.y = nested_scale(ld_shared_f32(nested_code + 4 * high),
+                             ld_shared_f32(nested_absmax + 4 * (at_high >> args.log2_group)), nested_offset);
     } else {
       scale = ld_shared_f32x2(codes + (t * TILE_ROWS + 2 * g) * 4);
     }
-    __syncwarp();  // those of the burst before have been read
+    __syncwarp();  // those of the unit before have been read
     st_shared_f32x2(buffer + (t * TILE_ROWS + 2 * g) * 4, scale);
     __syncwarp();
   }
@@ -90,9 +93,11 @@ template <class T, int SHAPE>
 struct Consumer {
   static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
   static constexpr int RESULTS = S.lane_results(), AHEAD = S.accumulators - 1;
+  // Tiles between the reading of codes and their use: with more tokens there are no registers for two.
+  static constexpr int CODES_AHEAD = S.tokens <= 64 ? 2 : 1;
   const SmallWgmmaArgs& args;
   const Ring<SHAPE>& ring;
-  WarpScales scales;
+  WarpScales<S.burst> scales;
   const int row_tile, lane;  // row_tile: of the warp, in a row block
   const uint32_t table, lane_address;
   Unit unit;
@@ -125,7 +130,7 @@ struct Consumer {
     mbarrier_wait(ring.full(0), 0);
     codes = load_codes(0, 0);
     decode(0);
-    codes = load_codes(0, 1);
+    if (CODES_AHEAD == 2) codes = load_codes(0, 1);
   }
 
   // sum += scale * product of tile j.
@@ -135,15 +140,15 @@ struct Consumer {
     for (int i = 0; i < RESULTS; ++i) sum[i] = fmaf(d[i], i & 2 ? scale.y : scale.x, sum[i]);
   }
 
-  // One unit, of which tile 0 is decoded and the codes of tile 1 are loaded; does the same for the next one if there are
-  // `more`. Whatever a tile needs is asked for a tile ahead, so that nothing but wgmma is waited for between them.
+  // One unit, of which tile 0 is decoded and the next codes are loaded; does the same for the next one if there are `more`.
+  // Whatever a tile needs is asked for before, so that nothing but wgmma is waited for between them.
   __device__ __forceinline__ void multiply(bool more) {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
     at.step();
     float2 scale[2];
 #pragma unroll
-    for (int j = 0; j < BURST; ++j) {
+    for (int j = 0; j < S.burst; ++j) {
       if (j > 0) scale[j % 2] = scales.read(j, lane);
       wgmma_fence();
 #pragma unroll
@@ -152,15 +157,17 @@ struct Consumer {
       }
       wgmma_commit_group();
       if (j == 0) {
-        scales.decode(ring.scales(stage, row_tile), unit.burst * BURST, args.k_tiles - 1, lane);
+        scales.decode(ring.scales(stage, row_tile), unit.burst * S.burst, lane);
         scale[0] = scales.read(0, lane);
       }
-      if (j == BURST - 2 && more) mbarrier_wait(ring.full(at.stage), at.phase);
-      const uint4 after_next = j < BURST - 2 ? load_codes(stage, j + 2) : load_codes(at.stage, j + 2 - BURST);
+      if (j == S.burst - CODES_AHEAD && more) mbarrier_wait(ring.full(at.stage), at.phase);
+      const int then = j + CODES_AHEAD;
+      const uint4 loaded = then < S.burst ? load_codes(stage, then) : load_codes(at.stage, then - S.burst);
       if (AHEAD > 0) wgmma_wait_group<AHEAD>();  // the registers of the next tile are free
+      if (CODES_AHEAD == 1) codes = loaded;
       decode(j + 1);
-      codes = after_next;
-      if (AHEAD == 0 || j == BURST - 1) {
+      if (CODES_AHEAD == 2) codes = loaded;
+      if (AHEAD == 0 || j == S.burst - 1) {
         if (j >= AHEAD && AHEAD > 0) fold(j - 1, scale[(j - 1) % 2]);
         wgmma_wait_group<0>();
         fold(j, scale[j % 2]);
@@ -217,13 +224,12 @@ __device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretc
   PairTable::fill<S.row_tiles()>(smem, args.codebook, warp, lane);
   const Ring<SHAPE> ring(smem_address(smem), map, nested);
   const int row = warp * TILE_ROWS + lane / 4;
-  const WarpScales scales = {
-      smem_address(smem + map.scales) + warp * (BURST * TILE_ROWS * 4),
-      nested ? reinterpret_cast<const float*>(smem + map.nested_code) : nullptr,
-      reinterpret_cast<const float*>(smem + map.nested_absmax),
+  const WarpScales<S.burst> scales = {
+      args,
+      smem_address(smem + map.scales) + warp * (S.burst * TILE_ROWS * 4),
+      smem_address(smem + map.nested_code),
+      smem_address(smem + map.nested_absmax),
       nested_offset,
-      args.log2_group,
-      8 * args.blocks_per_row,
       stretch.nested_groups<SHAPE>(args).offset + row * args.blocks_per_row};
   __syncthreads();
   grid_wait();  // slots and y may be in use until then

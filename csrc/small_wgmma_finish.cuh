@@ -15,8 +15,8 @@
 namespace nf4l {
 
 // A row block that several blocks share is the tail of the block that begins it, its owner, and the head of the others. They
-// leave their sums in a slot of theirs and go on; of two, or of very many, the owner adds the others' to its own when it is
-// done itself, else each of them adds up some of the tokens at its end: the same bits at every call. Nobody waits before it
+// leave their sums in a slot of theirs and go on, and the owner adds the others' to its own when it is done itself; or, where
+// all end together (Sharers::spread), each of them adds up some of the tokens: the same bits at every call. Nobody waits before it
 // has left all that others wait for, so that only blocks which have not started can be waited for long: by the few that
 // share a row block with them.
 //
@@ -143,32 +143,34 @@ struct Finish {
     }
   }
 
-  // Each of the sharers: every count-th eight of the tokens, beginning with that of its rank. All loads are under way at once.
+  // Each of the sharers: every count-th eight of the tokens, beginning with that of its rank. The loads of two are under way at
+  // once.
   __device__ __forceinline__ void add_up(int row_block, Mailbox::Which which) const {
-    constexpr int MOST = (EIGHTS + Sharers::LEAST_SPREAD - 1) / Sharers::LEAST_SPREAD;
     const Sharers sharers(args.deal, row_block, args.bursts);
-    const int count = sharers.count(), rank = blockIdx.x - sharers.owner;
-    if (!sharers.spread() || rank >= EIGHTS) return;
+    const int count = sharers.count();
+    int eight = blockIdx.x - sharers.owner;
+    if (!sharers.spread() || eight >= EIGHTS) return;
     const float2 bias = load_bias(row_block);
     mbarrier_wait(mailbox.complete(which), 0);
-    float4 v[MOST][Sharers::MOST_SPREAD];
+    for (; eight < EIGHTS; eight += 2 * count) {
+      float4 v[2][Sharers::MOST_SPREAD];
 #pragma unroll
-    for (int j = 0; j < MOST; ++j) {
+      for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int s = 0; s < Sharers::MOST_SPREAD; ++s) {
-        const int eight = rank + j * count;
-        const float4* from = slot(sharers.owner + s, s == 0 ? Mailbox::TAIL : Mailbox::HEAD) + eight * COLUMN;
-        v[j][s] = s < count && eight < EIGHTS ? __ldcg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        for (int s = 0; s < Sharers::MOST_SPREAD; ++s) {
+          const float4* from = slot(sharers.owner + s, s == 0 ? Mailbox::TAIL : Mailbox::HEAD) + (eight + j * count) * COLUMN;
+          v[j][s] = s < count && eight + j * count < EIGHTS ? __ldcg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        }
       }
-    }
 #pragma unroll
-    for (int j = 0; j < MOST; ++j) {
-      float4 sum = v[j][0];
+      for (int j = 0; j < 2; ++j) {
+        float4 sum = v[j][0];
 #pragma unroll
-      for (int s = 1; s < Sharers::MOST_SPREAD; ++s) {
-        sum.x += v[j][s].x, sum.y += v[j][s].y, sum.z += v[j][s].z, sum.w += v[j][s].w;
+        for (int s = 1; s < Sharers::MOST_SPREAD; ++s) {
+          sum.x += v[j][s].x, sum.y += v[j][s].y, sum.z += v[j][s].z, sum.w += v[j][s].w;
+        }
+        if (eight + j * count < EIGHTS) store(sum, eight + j * count, row_block, bias);
       }
-      if (rank + j * count < EIGHTS) store(sum, rank + j * count, row_block, bias);
     }
   }
 

@@ -54,9 +54,9 @@ inline int encode_maps(SmallWgmmaMaps& maps, SmallWgmmaShape shape, const nf4l_w
   const int64_t row_tiles = ceil_div(w.n, TILE_ROWS), k_tiles = w.k / TILE_K4;
   const bool nested = w.nested_code != nullptr;
   const int64_t scale_row_bytes = (nested ? ceil_div(k_tiles, BURST) : k_tiles) * 64, x_row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  const int rows = shape.row_tiles(), scale_bytes = SmallWgmmaShared::scale_bytes(nested);
-  if (const int s = encode_activations(maps.x, half, l.x, l.m, w.k, x_row_bytes, shape.tokens, BURST)) return s;
-  if (const int s = encode_bytes(maps.codes, w.qweight, row_tiles, k_tiles * TILE_BYTES, rows, BURST * TILE_BYTES)) return s;
+  const int rows = shape.row_tiles(), scale_bytes = SmallWgmmaShared::scale_bytes(shape.burst, nested);
+  if (const int s = encode_activations(maps.x, half, l.x, l.m, w.k, x_row_bytes, shape.tokens, shape.burst)) return s;
+  if (const int s = encode_bytes(maps.codes, w.qweight, row_tiles, k_tiles * TILE_BYTES, rows, shape.burst * TILE_BYTES)) return s;
   return encode_bytes(maps.scales, w.scales, row_tiles, scale_row_bytes, rows, scale_bytes);
 }
 

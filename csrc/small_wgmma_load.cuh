@@ -78,7 +78,7 @@ struct Ring {
   int scale_bytes;  // of one row tile in a stage
 
   __device__ __forceinline__ Ring(uint32_t smem, const SmallWgmmaShared& map, bool nested) {
-    scale_bytes = SmallWgmmaShared::scale_bytes(nested);
+    scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
     stages = smem + map.ring;
     scale_codes = smem + map.scale_codes;
     barriers = smem + map.barriers;
@@ -86,7 +86,7 @@ struct Ring {
 
   __device__ __forceinline__ uint32_t x(int stage) const { return stages + stage * S.stage_bytes(); }
   __device__ __forceinline__ uint32_t codes(int stage, int row_tile) const {
-    return x(stage) + S.x_bytes() + row_tile * BURST * TILE_BYTES;
+    return x(stage) + S.x_bytes() + row_tile * S.burst * TILE_BYTES;
   }
   __device__ __forceinline__ uint32_t scales(int stage, int row_tile) const {
     return scale_codes + (stage * S.row_tiles() + row_tile) * scale_bytes;
@@ -158,17 +158,17 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_x(Unit unit, int stage) const {
-    cp_async_bulk_tensor_3d(ring.x(stage), &maps.x, 0, 0, unit.burst * BURST, ring.full(stage));
+    cp_async_bulk_tensor_3d(ring.x(stage), &maps.x, 0, 0, unit.burst * S.burst, ring.full(stage));
   }
 
   __device__ __forceinline__ void load_weight(Unit unit, int stage) const {
-    const int row_tile = unit.row_block * S.row_tiles(), tile = unit.burst * BURST;
+    const int row_tile = unit.row_block * S.row_tiles(), tile = unit.burst * S.burst;
     const bool nested = args.nested_code != nullptr;
-    const int scale_bytes = SmallWgmmaShared::scale_bytes(nested);
+    const int scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
     mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
     cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, tile * (TILE_BYTES / 8), row_tile, ring.full(stage), policy);
     // Both kinds of scales take 64 bytes for 16 rows; codes cover four tiles, float32 scales one.
-    cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? unit.burst : tile) * 8, row_tile,
+    cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? tile / BURST : tile) * 8, row_tile,
                             ring.full(stage), policy);
   }
 };

@@ -48,6 +48,9 @@ def render_card(
         formats="\n".join(f"| {what} | {count} |" for what, count in count_formats(specs).items()),
         format_version=FORMAT_VERSION,
         parameters=f"{quantized:,}",
+        size_quantized=format_size(
+            sum(tensor.nbytes() for spec in specs.values() for tensor in spec.packed_tensors().values())
+        ),
         size_before=format_size(bytes_before),
         size_after=format_size(bytes_after),
     )

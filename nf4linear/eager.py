@@ -17,6 +17,13 @@ from torch import Tensor
 from . import eager_cpu, native, selfcheck
 from .formats import WeightSpec
 
+# Looked up once: between two layers of a model the tables of torch's modules leave the caches, and a name in them costs
+# more than the call.
+_is_grad_enabled, _is_autocast_enabled = torch.is_grad_enabled, torch.is_autocast_enabled
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_functorch_active, _tracing_state = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
+_data_ptr = Tensor.data_ptr
+
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
 MOST_TOKENS = 2048
 # Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
@@ -34,12 +41,12 @@ def plain_call(x: Tensor, bias: Tensor | None) -> bool:
     else:
         return False
     return (
-        not ((x.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled())
-        and not torch.is_autocast_enabled(device)
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._len_torch_function_stack() == 0
-        and not torch._C._are_functorch_transforms_active()
-        and torch._C._get_tracing_state() is None
+        not ((x.requires_grad or (bias is not None and bias.requires_grad)) and _is_grad_enabled())
+        and not _is_autocast_enabled(device)
+        and _dispatch_modes() == 0
+        and _function_modes() == 0
+        and not _functorch_active()
+        and _tracing_state() is None
     )
 
 
@@ -58,12 +65,13 @@ class BoundWeight:
     """
 
     __slots__ = (
-        "_calls", "_device", "_dtype_id", "_library", "_settled", "_spec", "_weight", "_weight_pointer", "dtype",
-        "pointers",
+        "_calls", "_device", "_dtype_id", "_library", "_settled", "_spec", "_tables", "_weight", "_weight_pointer",
+        "dtype", "pointers",
     )  # fmt: skip
 
     def __init__(self, spec: WeightSpec, library: native.CudaLibrary, tensors: tuple, device: int, dtype: torch.dtype):
-        self.pointers = data_pointers(tensors)
+        self.pointers = data_pointers(*tensors[:2])
+        self._tables = [t.detach() for t in tensors[2:] if t is not None]
         self.dtype = dtype
         self._spec = spec
         self._library = library
@@ -131,8 +139,13 @@ class BoundWeight:
         return call
 
 
-def data_pointers(tensors: tuple[Tensor | None, ...]) -> tuple[int, ...]:
-    return tuple([0 if t is None else t.data_ptr() for t in tensors])
+def data_pointers(qweight: Tensor, scales: Tensor) -> tuple[int, int]:
+    """What tells a bound weight that its layer was moved or refilled.
+
+    Only these two: asking all five tensors costs microseconds between two layers, when none of them is in a cache. The
+    nested tables, which no one replaces alone, are kept alive by whoever holds pointers to them.
+    """
+    return _data_ptr(qweight), _data_ptr(scales)
 
 
 Bound = BoundWeight | eager_cpu.BoundCpuWeight
@@ -141,7 +154,7 @@ Bound = BoundWeight | eager_cpu.BoundCpuWeight
 def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> Bound | None:
     """The weight bound for inputs like `x`; None where no fused kernel may take it."""
     if x.is_cpu:
-        return eager_cpu.bind(spec, tensors, data_pointers(tensors), x)
+        return eager_cpu.bind(spec, tensors, data_pointers(*tensors[:2]), x)
     if x.dtype not in (torch.float16, torch.bfloat16) or spec.layout == "flat":
         return None
     if x.get_device() != torch.cuda.current_device():

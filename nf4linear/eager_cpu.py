@@ -9,7 +9,10 @@ from torch import Tensor
 
 from . import native
 from .formats import WeightSpec
+from .native import OK, cpu_flags, pack_linear_args
 
+# Looked up once, see eager.py.
+_empty_like, _get_num_threads = torch.empty_like, torch.get_num_threads
 MOST_KEPT_ROWS = 16
 
 
@@ -20,8 +23,8 @@ class BoundCpuWeight:
     """
 
     __slots__ = (
-        "_calls", "_dtype_id", "_itemsize", "_launch", "_library", "_spec", "_weight", "_weight_pointer", "dtype",
-        "pointers",
+        "_calls", "_dtype_id", "_itemsize", "_k", "_launch", "_library", "_spec", "_tables", "_weight",
+        "_weight_pointer", "dtype", "pointers",
     )  # fmt: skip
 
     def __init__(
@@ -29,12 +32,14 @@ class BoundCpuWeight:
         spec: WeightSpec,
         library: native.CpuLibrary,
         tensors: tuple[Tensor | None, ...],
-        pointers: tuple[int, ...],
+        pointers: tuple[int, int],
         dtype: torch.dtype,
     ):
         self.pointers = pointers
+        self._tables = [t.detach() for t in tensors[2:] if t is not None]
         self.dtype = dtype
         self._spec = spec
+        self._k = spec.k
         self._library = library
         self._launch = library.launch
         self._weight = native.describe_weight(spec, *tensors)
@@ -60,13 +65,11 @@ class BoundCpuWeight:
                 return None
             bias_pointer = bias.data_ptr()
         rows, output = call
-        y = torch.empty_like(output)
-        flags = native.cpu_flags(self.dtype)
-        args = native.pack_linear_args(
-            self._dtype_id, flags, rows, x_pointer, self._spec.k, bias_pointer, y.data_ptr(), 0, 0
-        )  # fmt: skip
-        status = self._launch(self._weight_pointer, args, torch.get_num_threads())
-        if status == native.OK:
+        y = _empty_like(output)
+        flags = cpu_flags(x.dtype)
+        args = pack_linear_args(self._dtype_id, flags, rows, x_pointer, self._k, bias_pointer, y.data_ptr(), 0, 0)
+        status = self._launch(self._weight_pointer, args, _get_num_threads())
+        if status == OK:
             return y
         self._library.check(status, "linear")
         return None
@@ -100,7 +103,7 @@ def are_packed(spec: WeightSpec, tensors: tuple[Tensor | None, ...]) -> bool:
 
 
 def bind(
-    spec: WeightSpec, tensors: tuple[Tensor | None, ...], pointers: tuple[int, ...], x: Tensor
+    spec: WeightSpec, tensors: tuple[Tensor | None, ...], pointers: tuple[int, int], x: Tensor
 ) -> BoundCpuWeight | None:
     """The weight bound for inputs like `x`; None where the library may not take it."""
     if x.dtype not in native.DTYPE_IDS or spec.layout == "flat":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from . import bnb, eager, ops, reference, reorder
 from .formats import EightBitSpec, FourBitSpec, WeightSpec, check_packed, dtype_name, dynamic_map, spec_from_config
@@ -148,17 +149,25 @@ class PackedLinear(nn.Linear):
         return ops.dequantize(*self._weight_arguments(), *self._spec_arguments(), dtype or self.compute_dtype)
 
     def forward(self, input: Tensor) -> Tensor:
-        compiling = torch.compiler.is_compiling()
-        if not compiling and eager.plain_call(input, self._parameters["bias"]):
-            output = self._forward_bound(input)
-            if output is not None:
+        compiling = is_compiling()
+        p = self._parameters
+        bias = p["bias"]
+        if not compiling and eager.plain_call(input, bias):
+            # The eager call past the dispatcher, on a weight bound at the first one.
+            bound = self._bound
+            if (
+                bound is None
+                or bound.dtype is not input.dtype
+                or bound.pointers != eager.data_pointers(p["qweight"], p[self._scales_name])
+            ):
+                bound = self._bound = eager.bind(self.spec, self._weight_arguments(), input)
+            if bound is not None and (output := bound.linear(input, bias)) is not None:
                 return output
         device = input.device.type
         if device != "meta" and torch.is_autocast_enabled(device) and input.dtype in ops.FLOAT_DTYPES:
             input = input.to(torch.get_autocast_dtype(device))
         if input.dtype not in ops.FLOAT_DTYPES or input.dim() == 0 or input.shape[-1] != self.in_features:
             self._refuse_input(input)
-        bias = self._parameters["bias"]
         if bias is not None and bias.dtype != input.dtype:
             bias = bias.to(input.dtype)
         if not compiling and torch._C._are_functorch_transforms_active():
@@ -166,14 +175,6 @@ class PackedLinear(nn.Linear):
             return nn.functional.linear(input, self.dequantize(input.dtype), bias)
         # Between compiling and the first run of the compiled code, whatever wrote the weight has long ended.
         return ops.linear(input, *self._weight_arguments(), bias, *self._spec_arguments(), settled=compiling)
-
-    def _forward_bound(self, input: Tensor) -> Tensor | None:
-        """The eager call past the dispatcher, on a weight bound at the first one; None if it is not for that way."""
-        tensors = self._weight_arguments()
-        bound = self._bound
-        if bound is None or bound.dtype != input.dtype or bound.pointers != eager.data_pointers(tensors):
-            bound = self._bound = eager.bind(self.spec, tensors, input)
-        return None if bound is None else bound.linear(input, self._parameters["bias"])
 
     def _weight_arguments(self) -> tuple[Tensor | None, ...]:
         p = self._parameters
@@ -191,7 +192,7 @@ class PackedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """Read-only [out_features, in_features] in `compute_dtype`; dequantized anew each time its values are used."""
-        if torch.compiler.is_compiling():
+        if is_compiling():
             return self.dequantize()
         return DequantizedWeight(self)
 
@@ -211,6 +212,10 @@ class PackedLinear(nn.Linear):
         if name == "weight":
             self._refuse_assignment()
         packed = name in self.__dict__.get("_packed_names", ())
+        if packed:
+            self._bound = None
+        if packed:
+            self._bound = None  # it looks at two of the pointers only
         if param is not None and packed:
             param.requires_grad_(False)  # loaders make float parameters trainable
         if param is not None and not _readable(param, 16 if packed else param.element_size()):

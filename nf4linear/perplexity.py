@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 # Rows of logits that are turned into float32 losses at a time: bounds the extra memory at this times the vocabulary.
 _LOSS_ROWS = 256
@@ -79,15 +79,26 @@ def mean_and_error(losses: Tensor) -> tuple[float, float]:
     return losses.mean().item(), (run_means.std() / math.sqrt(runs)).item()
 
 
+def check_window(window: int, stride: int, config: PreTrainedConfig) -> None:
+    """Raises ValueError for a window and stride that a model of this config cannot be scored with."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if positions and window > positions:
+        raise ValueError(f"window is {window} tokens, but the model has {positions} positions; choose a smaller window")
+    if window < 2 or not 1 <= stride < window:
+        raise ValueError(f"need window >= 2 and 1 <= stride < window; got window {window}, stride {stride}")
+
+
+def check_length(tokens: int) -> None:
+    """Raises ValueError for a text of which nothing can be scored."""
+    if tokens < 2:
+        raise ValueError(f"the text has {tokens} tokens; at least 2 are needed to score one")
+
+
 def windows(tokens: int, window: int, stride: int) -> Iterator[tuple[int, int, int]]:
     """(begin, end, scored_from) of each window over `tokens` tokens: positions scored_from..end-1 are new.
 
-    Raises ValueError unless 2 <= window, 1 <= stride < window and tokens >= 2.
+    The arguments are those that check_window and check_length let pass.
     """
-    if window < 2 or not 1 <= stride < window:
-        raise ValueError(f"need window >= 2 and 1 <= stride < window; got window {window}, stride {stride}")
-    if tokens < 2:
-        raise ValueError(f"the text has {tokens} tokens; at least 2 are needed to score one")
     begin, scored = 0, 1
     while scored < tokens:
         end = min(begin + window, tokens)
@@ -107,12 +118,11 @@ def perplexity(
     """Score a text, `token_ids` int64 [T], with a causal language model.
 
     `progress` is called with the number of tokens scored since the last call. Raises ValueError for a window, stride or
-    text that `windows` refuses, or a window longer than the model's positions.
+    text that check_window or check_length refuses.
     """
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if positions and window > positions:
-        raise ValueError(f"window is {window} tokens, but the model has {positions} positions; choose a smaller window")
+    check_window(window, stride, model.config)
     token_ids = token_ids.reshape(-1)
+    check_length(token_ids.numel())
     trims_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
     losses = []
     start = time.perf_counter()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,13 @@ import torch
 from tiny_models import auto_class, bnb_config, tiny_config
 
 pytest_plugins = ["demo_model"]
+
+# Processes that tests start import the package that this one imports. Without this, `python -c` in a checkout would
+# find the sources there before an installed package. (PYTHONSAFEPATH is Python 3.11's; tests that load native code in
+# such a process choose its folder too.)
+HOME = str(Path(find_spec("nf4linear").origin).parents[1])
+os.environ["PYTHONPATH"] = os.pathsep.join([HOME, *filter(None, [os.environ.get("PYTHONPATH")])])
+os.environ["PYTHONSAFEPATH"] = "1"
 
 
 @pytest.fixture(scope="session")

@@ -99,9 +99,9 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
 
 def test_tuning_tries_the_shapes_that_are_compiled():
     csrc = Path(__file__).parents[1] / "csrc"
-    small = re.findall(r"\{(\d+), (\d+), (8|12)\}", (csrc / "small_batch_plan.h").read_text())
+    small = re.findall(r"\{(\d+), (\d+), 8\}", (csrc / "small_batch_plan.h").read_text())
     assert tuple(tuple(map(int, shape)) for shape in small) == linear.TUNE_SHAPES
-    wgmma = re.findall(r"\{(\d+), (\d+), \d+, \d+\}", (csrc / "small_wgmma_plan.h").read_text())
+    wgmma = re.findall(r"\{(\d+), (\d+), \d, \d, \d\}", (csrc / "small_wgmma_plan.h").read_text())
     assert tuple(tuple(map(int, shape)) for shape in wgmma) == linear.TUNE_WGMMA_SHAPES
     gemm = re.findall(r"\{(\d+), (\d), \d, \d+\}", (csrc / "gemm_wgmma_plan.h").read_text())
     assert tuple(tuple(map(int, shape)) for shape in gemm) == linear.TUNE_GEMM_SHAPES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -222,6 +223,7 @@ def test_small_files_and_card_travel(nf4, tmp_path):
     pack(src, tmp_path / "packed")
     card = (tmp_path / "packed" / "README.md").read_text()
     assert "license: apache-2.0" in card and "base_model: some/base" in card and "import nf4linear" in card
+    assert re.search(r"Weights in quantized layers \| [\d,]+, in [\d.]+ kB with their scales", card)
     assert not (tmp_path / "packed" / "pytorch_model.bin").exists()
     unpack(tmp_path / "packed", tmp_path / "back")
     (src / "pytorch_model.bin").unlink()

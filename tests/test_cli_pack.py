@@ -46,7 +46,7 @@ def test_options_reach_the_checkpoint(tmp_path):
     assert "model.layers.0.mlp.up_proj" in config["modules_to_not_convert"]
     run("pack", plain, tmp_path / "b", "--lm-head", "w8", "--max-shard-size", "9KB", "--quiet")
     assert len(list((tmp_path / "b").glob("*.safetensors"))) > 3
-    run("unpack", tmp_path / "b", tmp_path / "c", "--dequantize", "float16", "-q")
+    assert "dequantized to float16" in run("unpack", tmp_path / "b", tmp_path / "c", "--dequantize", "float16", "-q")
     assert checkpoint.describe(tmp_path / "c").kind == "plain"
 
 

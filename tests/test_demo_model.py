@@ -198,7 +198,7 @@ def test_perplexity_command_compares_the_variants(demo_folders, demo_packed, tmp
         ({"dtype": "float8"}, "--dtype float8: known are auto, bfloat16"),
         ({"format": "int3"}, "--format int3: known are nf4"),
         ({"device": "nowhere"}, "--device nowhere"),
-        ({"path": "no/such/folder"}, "no/such/folder: no model found there"),
+        ({"path": "no/such/folder"}, "no/such/folder: is not a folder"),
         ({"variant": "other"}, "variant other: known are 16-bit"),
         ({"variant": "16-bit"}, "it is quantized; name the 16-bit model"),
     ],

@@ -58,7 +58,7 @@ def bare(tmp_path_factory) -> dict[str, str]:
 
 def environment(**changes: str) -> dict[str, str]:
     dropped = ("CXX", "CC", "CUDACXX", "CUDA_HOME", "CUDA_PATH", "PYTHONPATH", "NF4LINEAR_CUDA_ARCHS", "CMAKE_ARGS")
-    dropped += ("NF4LINEAR_LIBRARY_PATH",)
+    dropped += ("NF4LINEAR_LIBRARY_PATH", "PYTHONSAFEPATH")
     return {name: value for name, value in os.environ.items() if name not in dropped} | changes
 
 

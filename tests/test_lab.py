@@ -259,3 +259,17 @@ def test_failure_of_the_program_keeps_its_own_words(tmp_path):
     broken.chmod(0o755)
     with pytest.raises(program.ProgramError, match="wrong magic"):
         program.run_stages(broken, tmp_path / "w.bin", ("v4",), ("fp16",))
+
+
+@pytest.mark.parametrize(("missing", "text"), [("c++", r"install g\+\+ or clang\+\+"), ("gpu", "such as --arch 90")])
+def test_build_says_the_next_step(tmp_path, monkeypatch, missing, text):
+    said = {
+        "c++": "CMake Error at CMakeLists.txt:7 (project):\n  No CMAKE_CXX_COMPILER could be found.",
+        "gpu": 'CMake Error:\n  CUDA_ARCHITECTURES is set to "native", but no GPU was detected.',
+    }
+    cmake = tmp_path / "cmake"
+    cmake.write_text(f"#!/bin/sh\necho '{said[missing]}' >&2\nexit 1\n")
+    cmake.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(program.ProgramError, match=text):
+        program.build(tmp_path / "lab")

@@ -480,3 +480,27 @@ def test_bnb_8bit_that_holds_no_8bit_weight_is_refused():
         NF4Linear.from_bnb(nn.Linear(64, 48), name="proj")
     with pytest.raises(ValueError, match="bitsandbytes has no"):
         W8Linear.from_linear(nn.Linear(128, 48), group_size=64).to_bnb()
+
+
+def test_tensors_that_are_replaced_between_calls_are_used():
+    """An eager call keeps pointers: to `.data` that was exchanged, and to one table that was assigned alone."""
+    layer, other = (NF4Linear.from_linear(nn.Linear(128, 64, bias=False)) for _ in range(2))
+    x = torch.randn(1, 128)
+    with torch.no_grad():
+        layer(x)
+        for name, tensor in other.packed().items():
+            layer.get_parameter(name).data = tensor.data.clone()
+        torch.testing.assert_close(layer(x), other(x))
+        doubled = nn.Parameter(other.nested_absmax * 2, requires_grad=False)
+        layer.nested_absmax = doubled
+        torch.testing.assert_close(layer(x), x @ layer.dequantize(torch.float32).T)
+        assert not torch.allclose(layer(x), other(x))
+
+
+def test_a_replaced_table_is_seen_by_the_next_call():
+    """Calls look at two of the pointers only: whoever sets a parameter has to end what was bound."""
+    layer = NF4Linear.from_linear(nn.Linear(256, 32, bias=False)).requires_grad_(False)
+    x = torch.randn(2, 256)
+    layer(x)
+    layer.nested_absmax = nn.Parameter(layer.nested_absmax * 2, requires_grad=False)
+    torch.testing.assert_close(layer(x), x @ layer.dequantize(torch.float32).T, rtol=1e-4, atol=1e-5)

@@ -1,11 +1,15 @@
 """Sliding-window perplexity against a plain definition of it, and its standard error against the truth."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
+import typer
 from transformers import AutoModelForCausalLM, LlamaConfig
+from typer.testing import CliRunner
 
+from nf4linear.cli import perplexity as command
 from nf4linear.perplexity import Perplexity, mean_and_error, perplexity, windows
 
 
@@ -102,3 +106,23 @@ def test_errors_name_the_numbers(model, token_ids):
     score = Perplexity(torch.zeros(5), 2, 1, 1.0)
     with pytest.raises(ValueError, match="5 tokens here and 6"):
         score.relative_to(Perplexity(torch.zeros(6), 2, 1, 1.0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--window", "2000"], "window is 2000 tokens"),
+        (["--window", "16", "--stride", "16"], "window 16, stride 16"),
+        (["--window", "16", "--json", "no/such/folder/x.json"], "no folder no/such/folder; make it first"),
+        (["--window", "16"], "at least 2 are needed"),
+    ],
+)
+def test_the_command_looks_at_its_arguments_before_it_loads(tiny_packed, tmp_path, monkeypatch, arguments, text):
+    source = command.ModelSource
+    monkeypatch.setattr(source, "load", lambda *_: pytest.fail("loaded a model"))
+    monkeypatch.setattr(source, "tokenizer", lambda _: lambda text, **_: SimpleNamespace(input_ids=torch.ones(1, 1)))
+    (tmp_path / "text").write_text("a")
+    app = typer.Typer()
+    app.command()(command.perplexity)
+    done = CliRunner().invoke(app, [str(tiny_packed()), "--text", str(tmp_path / "text"), *arguments])
+    assert done.exit_code == 1 and text in done.output

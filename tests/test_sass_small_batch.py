@@ -78,7 +78,7 @@ def test_one_kernel_on_every_architecture(one):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["f16", "bf16"])
 def test_every_kernel_of_the_build(dtype, tmp_path):
-    shapes = re.findall(r"\{\d+, \d+, (?:8|12)\}", (CSRC / "small_batch_plan.h").read_text())
+    shapes = re.findall(r"\{\d+, \d+, 8\}", (CSRC / "small_batch_plan.h").read_text())
     assert len(shapes) >= 7
     cubin = compile_cubin(CSRC / f"inst_small_batch_{dtype}.cu", "90a", tmp_path)
     assert assert_nothing_spills(cubin) == len(shapes)

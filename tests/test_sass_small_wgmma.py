@@ -13,7 +13,7 @@ pytestmark = pytest.mark.skipif(
     not (NVCC and CUOBJDUMP and NVDISASM and shutil.which("c++")),
     reason="needs nvcc, a C++ compiler, cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)",
 )
-SHAPES = 4  # SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h
+SHAPES = 8  # SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h
 
 
 @pytest.fixture(scope="module", params=["f16", "bf16"])
@@ -38,7 +38,7 @@ def opcodes(code: str) -> list[str]:
     return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", code, re.MULTILINE)
 
 
-def test_a_burst_is_sixteen_wgmma_and_four_times_sixteen_look_ups(build):
+def test_a_tile_is_four_wgmma_and_sixteen_look_ups(build):
     cubin, _ = build
     kernels = {name: code for name, code in functions(cubin).items() if "small_wgmma_kernel" in name}
     assert len(kernels) == SHAPES
@@ -46,10 +46,11 @@ def test_a_burst_is_sixteen_wgmma_and_four_times_sixteen_look_ups(build):
         found = opcodes(code)
         count = {op: sum(o.split(".")[0] == op for o in found) for op in {o.split(".")[0] for o in found}}
         assert "LDL" not in count and "STL" not in count, name
-        assert count["HGMMA"] == 16, name
+        assert count["HGMMA"] in (8, 16), name  # a unit of two tiles, or of four
         # Those of the loop and, in front of it, of the first tile; each one PRMT and one 4-byte load.
-        assert 80 <= count["PRMT"] <= 80 + 64, (name, count["PRMT"])
-        assert 80 <= found.count("LDS") <= 80 + 64, (name, found.count("LDS"))
+        look_ups = 4 * count["HGMMA"] + 16
+        assert look_ups <= count["PRMT"] <= look_ups + 64, (name, count["PRMT"])
+        assert look_ups <= found.count("LDS") <= look_ups + 64, (name, found.count("LDS"))
         # x, codes and scales come by the copy engine; registers change hands; the kernel before is waited for.
         assert count["UTMALDG"] >= 6 and "UBLKCP" not in count and count["USETMAXREG"] == 2, (name, count)
         assert count["ACQBULK"] == 2 and count["PREEXIT"] == 1, name

@@ -16,7 +16,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
-SHAPE_COUNT = 4
+SHAPE_COUNT = 8
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -43,9 +43,9 @@ def numbers(text: str) -> list[int]:
 
 def check_walk(answer: str, n: int, k: int, sms: int, least: int) -> None:
     plan, *blocks = answer.split(";")
-    tokens, row_groups, bursts, count, shared, workspace = numbers(plan)
+    tokens, row_groups, burst, _, bursts, count, shared, workspace = numbers(plan)
     row_blocks = -(-n // (64 * row_groups))
-    assert bursts == -(-k // 256)
+    assert bursts == -(-k // (64 * burst))
     assert len(blocks) == count <= min(sms, 256) and shared <= SHARED
     expected = 0
     done: dict[int, list[tuple[int, int]]] = {}
@@ -65,13 +65,15 @@ def check_walk(answer: str, n: int, k: int, sms: int, least: int) -> None:
             assert first == row_block * bursts or index == 0
             assert last == (row_block + 1) * bursts or index == len(segments) - 1
     assert expected == row_blocks * bursts
+    lengths = {end - begin for begin, end in (numbers(text.split(",")[0]) for text in blocks)}
+    even = len(lengths) == 1 and bursts % lengths.pop() == 0
     for row_block in range(row_blocks):
         spans = done[row_block]
         assert spans[0][0] == row_block * bursts and spans[-1][1] == (row_block + 1) * bursts
         assert all(a[1] == b[0] for a, b in pairwise(spans))
         owner, stop, spread = agreed[row_block]
         assert met[row_block] == list(range(owner, stop))
-        assert spread == (4 <= stop - owner <= 8)
+        assert spread == (even and 2 <= stop - owner <= 8)
     cut = any(len(blocks) > 1 for blocks in met.values())
     assert workspace == (count * 2 * tokens * 64 * row_groups * 4 + 1024 if cut else 0)
 
@@ -112,12 +114,24 @@ def test_more_weights_than_two_to_the_33(program, shape):
     check_walk(answer, 131088, 65536, SMS, 1)
 
 
+@pytest.mark.parametrize(
+    ("shape", "n", "k", "blocks"),
+    [(4, 4096, 4096, 128), (4, 4096, 14336, 128), (4, 8192, 8192, 128), (5, 6144, 4096, 128), (4, 6144, 4096, 132)],
+)
+def test_stretches_divide_a_row_block_where_that_costs_little(program, shape, n, k, blocks):
+    """128 of 132 SMs, where the longest of 132 stretches is as long, or a sixteenth shorter."""
+    (answer,) = ask(program, [question(shape, n, k, least=2)])
+    plan, *texts = answer.split(";")
+    assert numbers(plan)[5] == len(texts) == blocks
+    assert all(numbers(text.split(",")[1])[-1] == (blocks == 128) for text in texts)
+
+
 def test_what_does_not_fit_is_refused(program):
     asked = [
-        question(3, 1 << 30, 4096),  # more blocks than 32-bit indices count
-        question(3, 1 << 20, 4096, kb_full=1 << 14),  # so has the weight that this is a shard of
-        question(3, 16, 1 << 31),
-        question(3, 4096, 4096, shared=101376),
+        question(4, 1 << 30, 4096),  # more blocks than 32-bit indices count
+        question(4, 1 << 20, 4096, kb_full=1 << 14),  # so has the weight that this is a shard of
+        question(4, 16, 1 << 31),
+        question(4, 4096, 4096, shared=101376),
     ]
     assert ask(program, asked) == ["none"] * len(asked)
 
@@ -136,7 +150,7 @@ def test_second_level_scales_fit_into_their_place(program, shape, rows, tiles, e
     if answer == "none":
         return
     plan, *blocks = answer.split(";")
-    tokens, row_groups, bursts, _, shared, _ = numbers(plan)
+    tokens, row_groups, burst, stages, bursts, _, shared, _ = numbers(plan)
     block_rows = 64 * row_groups
     most = 0
     for text in blocks:
@@ -144,7 +158,6 @@ def test_second_level_scales_fit_into_their_place(program, shape, rows, tiles, e
         met = (end - 1) // bursts - begin // bursts + 1
         # One group more at each end: the first block of a stretch may lie anywhere in its group.
         most = max(most, ((255 + (met * block_rows - 1) * kb_full + tiles - 1) >> 8) + 1)
-    tables = 65536 + 1024 + 4 * row_groups * 256 + 32
-    stages = {(16, 4): 3, (32, 2): 4, (32, 4): 3, (64, 2): 3}[tokens, row_groups]
-    stage = 4 * tokens * 128 + row_groups * 4 * (2048 + 64)
+    tables = 65536 + 1024 + 4 * row_groups * burst * 64 + 32
+    stage = burst * tokens * 128 + row_groups * 4 * (burst * 512 + 64)
     assert shared - (tables + stages * (stage + 16)) >= most * 4

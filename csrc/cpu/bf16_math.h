@@ -60,11 +60,11 @@ struct Bf16Math {
       const auto both = [](__m512 low, __m512 high) ALWAYS_INLINE {
         return _mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(low), 16), _mm512_castps_si512(high));
       };
-      Avx512::for_each_half8<Format>(tile, [&](int group, auto e, __m512 v0, __m512 v1, __m512 v2, __m512 v3)
-                                               ALWAYS_INLINE {
-                                                 body(group, Constant<e>(), both(v0, v2));
-                                                 body(group, Constant<e + 2>(), both(v1, v3));
-                                               });
+      const auto steps = [&](int group, auto e, __m512 v0, __m512 v1, __m512 v2, __m512 v3) ALWAYS_INLINE {
+        body(group, Constant<e>(), both(v0, v2));
+        body(group, Constant<e + 2>(), both(v1, v3));
+      };
+      Avx512::for_each_half8<Format>(tile, steps);
     }
   }
 

@@ -21,6 +21,12 @@ struct Avx512 {
   static Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
   static Vec multiply_add(Vec acc, Vec a, Vec b) { return _mm512_fmadd_ps(a, b, acc); }
 
+  // Within 128-bit lanes, byte 4 i + j becomes byte 4 j + i.
+  static __m512i turn_bytes(__m512i v) {
+    const __m128i order = _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    return _mm512_shuffle_epi8(v, _mm512_broadcast_i32x4(order));
+  }
+
 #if defined(__AVX512VBMI__)
   // nested_code as four planes of bytes, each 256 entries in four registers.
   struct NestedCode {
@@ -46,10 +52,8 @@ struct Avx512 {
 
   // 64 codes of absmax_q: byte 4 i + j is lane i of block j; out is [4][16].
   static void look_up_scale_codes(const NestedCode& nested, const uint8_t* codes, float* out) {
-    // Within 128-bit lanes, four lanes of one block become neighbours: the order that interleaving the planes keeps.
-    const __m512i by_block =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    const __m512i c = _mm512_shuffle_epi8(_mm512_loadu_si512(codes), by_block);
+    // Four lanes of one block become neighbours: the order that interleaving the planes keeps.
+    const __m512i c = turn_bytes(_mm512_loadu_si512(codes));
     const __mmask64 upper = _mm512_movepi8_mask(c);
     const __m512i p0 = look_up_plane(nested.plane[0], c, upper), p1 = look_up_plane(nested.plane[1], c, upper);
     const __m512i p2 = look_up_plane(nested.plane[2], c, upper), p3 = look_up_plane(nested.plane[3], c, upper);
@@ -100,9 +104,7 @@ struct Avx512 {
     return _mm512_permutexvar_epi8(index, column);
 #else
     const __m512i by_quarter = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-    const __m512i by_byte =
-        _mm512_broadcast_i32x4(_mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    return _mm512_shuffle_epi8(_mm512_permutexvar_epi32(by_quarter, column), by_byte);
+    return turn_bytes(_mm512_permutexvar_epi32(by_quarter, column));
 #endif
   }
 

@@ -34,14 +34,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS = 9
 # Weight bytes of the peers that do not hold ours: 4-bit integers with a 16-bit scale for 64 of them.
 HUMMING_BYTES = 0.5 + 2 / 64
-# What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens, warps) with slices of K, then those of
+# What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
 # csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_plan.h
 # (tokens, warpgroups) with all output tiles whole, or the last ones cut.
-TUNE_SHAPES = (
-    (1, 1, 8), (2, 1, 8), (1, 8, 8), (2, 8, 8), (1, 16, 8), (2, 16, 8), (1, 32, 8), (2, 1, 12), (2, 8, 12),
-)  # fmt: skip
+TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
-TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 4), (64, 2))
+TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 3), (32, 4), (64, 2), (64, 3), (96, 2), (128, 2))
 TUNE_LEAST_UNITS = (1, 2, 4)
 TUNE_GEMM_SHAPES = ((128, 2), (128, 3), (192, 2), (256, 2))
 TUNE_CUTS = {"cut": 0, "whole": 1}
@@ -229,10 +227,10 @@ def tune(
 def _variants(m: int) -> Iterator[tuple[str, int]]:
     """Names and flags of the table's choice and of every shape that suits `m` tokens."""
     yield "table", 0
-    for index, (row_tiles, tokens, warps) in enumerate(TUNE_SHAPES):
+    for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
         if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
             for slices in TUNE_SLICES:
-                yield f"{row_tiles}x{tokens}x{warps}/{slices}", _flags(index, slices)
+                yield f"{row_tiles}x{tokens}/{slices}", _flags(index, slices)
     for index, (tokens, row_groups) in enumerate(TUNE_WGMMA_SHAPES, len(TUNE_SHAPES)):
         if m <= tokens < 2 * m:
             for units in TUNE_LEAST_UNITS:

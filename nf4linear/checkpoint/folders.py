@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 from ..formats import FORMAT_VERSION
+from ..hub import NoSuchModel, local_folder
 from ..version import installed_version
 from .packed import SOURCE_FILE
 from .shards import INDEX_FILE, Checkpoint, CheckpointError
@@ -25,13 +25,12 @@ _HUB_PATTERNS = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja", "*.md
 
 def fetch_source(src: str | Path, revision: str | None = None) -> Path:
     """The folder `src`, or the local snapshot of the hub model of that name."""
-    folder = Path(src).expanduser()
-    if folder.is_dir():
-        return folder.resolve()
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", str(src)) or folder.exists():
-        raise CheckpointError(
-            f"{src}: is not a folder; give the folder of a saved model, or a hub name like owner/model"
-        )
+    try:
+        folder = local_folder(src)
+    except NoSuchModel as error:
+        raise CheckpointError(str(error)) from error
+    if folder is not None:
+        return folder
     from huggingface_hub import snapshot_download
 
     try:

@@ -18,9 +18,10 @@ import torch
 from torch import nn
 
 from ..formats import QUANTIZED_FORMATS
+from ..hub import NoSuchModel, check_on_hub, local_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 VARIANTS = ("16-bit", "bitsandbytes", "exact", "nf4linear")
 DTYPES = {"auto": "auto", "bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -58,17 +59,21 @@ class ModelSource:
             return "auto"
         return {"": self.device or ("cuda:0" if torch.cuda.is_available() else "cpu")}
 
-    def quantization(self) -> str | None:
-        """ "nf4linear", "bitsandbytes", another method's name, or None for a plain model."""
+    def config(self) -> PreTrainedConfig:
+        """The model's config. Raises LoadError, soon, where there is none."""
         from transformers import AutoConfig
 
         import nf4linear  # noqa: F401 - registers the packed format
 
+        self._find()
         try:
-            config = AutoConfig.from_pretrained(self.path)
+            return AutoConfig.from_pretrained(self.path)
         except (OSError, ValueError) as error:
             raise LoadError(f"{self.path}: no model found there: {str(error).splitlines()[0]}") from error
-        quantization = getattr(config, "quantization_config", None) or {}
+
+    def quantization(self) -> str | None:
+        """ "nf4linear", "bitsandbytes", another method's name, or None for a plain model."""
+        quantization = getattr(self.config(), "quantization_config", None) or {}
         quantization = quantization if isinstance(quantization, dict) else quantization.to_dict()
         method = quantization.get("quant_method")
         return None if method is None else str(getattr(method, "value", method))
@@ -76,7 +81,17 @@ class ModelSource:
     def tokenizer(self) -> PreTrainedTokenizerBase:
         from transformers import AutoTokenizer
 
+        self._find()
         return AutoTokenizer.from_pretrained(self.path)
+
+    def _find(self) -> None:
+        """Raises LoadError where the model or its base is nowhere."""
+        try:
+            for path in (self.path, self.base):
+                if path is not None and local_folder(path) is None:
+                    check_on_hub(path)
+        except NoSuchModel as error:
+            raise LoadError(str(error)) from error
 
     def variants(self) -> list[str]:
         """The variants that can be loaded from this source, in the order of VARIANTS."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -68,8 +69,13 @@ def perplexity(
     console = Console()
     with errors_to_exit(Console(stderr=True)):
         source = ModelSource(model, device, dtype, format, base)
-        token_ids = _tokenize(source.tokenizer(), _read_text(text, dataset), max_tokens)
         stride = window // 2 if stride is None else stride
+        # Whatever can be wrong is looked at before a model is loaded.
+        scoring.check_window(window, stride, source.config())
+        if json_file is not None:
+            _check_writable(json_file)
+        token_ids = _tokenize(source.tokenizer(), _read_text(text, dataset), max_tokens)
+        scoring.check_length(token_ids.numel())
         variants = source.variants() if compare else ["nf4linear"]
         rows = [_score(source, variant, token_ids, window, stride) for variant in variants]
         if json_file is not None:
@@ -185,6 +191,13 @@ def _report(rows: list[Row], source: ModelSource, text: str) -> dict[str, Any]:
 def _json_number(value: float) -> float | None:
     """JSON has no NaN or infinity, such as the standard error of a text of three tokens."""
     return value if math.isfinite(value) else None
+
+
+def _check_writable(path: Path) -> None:
+    if not path.parent.is_dir():
+        raise LoadError(f"--json {path}: there is no folder {path.parent}; make it first")
+    if not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+        raise LoadError(f"--json {path}: cannot be written there; choose another place")
 
 
 def _write_json(path: Path, report: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""nf4linear unpack: a packed checkpoint back into a bitsandbytes one."""
+"""nf4linear unpack: a packed checkpoint back into a bitsandbytes or a plain one."""
 
 from __future__ import annotations
 
@@ -20,13 +20,18 @@ def unpack(
         ),
     ] = False,
     dequantize: Annotated[
-        str | None, typer.Option(help="Write plain weights instead: bfloat16, float16 or float32.", show_default="no")
+        str | None,
+        typer.Option(
+            metavar="DTYPE",
+            help="Write a plain checkpoint instead, weights dequantized to bfloat16, float16 or float32.",
+            show_default="a bitsandbytes one",
+        ),
     ] = None,
     max_shard_size: Annotated[str, typer.Option(help="Of one new weight file.")] = "5GB",
     force: Annotated[bool, typer.Option("--force", help="Replace DST, and throw away another unfinished run.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress bar.")] = False,
 ) -> None:
-    """Write a packed checkpoint as a bitsandbytes one again.
+    """Write a packed checkpoint as a bitsandbytes one again, or as a plain one.
 
     When SRC was packed from a bitsandbytes checkpoint, every tensor, the key order and the file split are the ones
     it had.
@@ -45,5 +50,8 @@ def unpack(
             progress=not quiet,
         )
         print_notes(console, result.notes)
-        how = "byte for byte as before pack" if result.exact else "equal in value"
-        typer.echo(f"{dst}: {result.layers} layers unpacked, {how}")
+        if dequantize:
+            typer.echo(f"{dst}: {result.layers} layers dequantized to {dequantize}")
+        else:
+            how = "byte for byte as before pack" if result.exact else "equal in value"
+            typer.echo(f"{dst}: {result.layers} layers unpacked, {how}")

@@ -15,6 +15,15 @@ STAGES = (*LADDER, "vectors_alone", "shifts_alone")
 SOURCE = Path(__file__).parents[2] / "csrc" / "lab"
 
 
+# What CMake says in other words -> what to do about it.
+_CMAKE_REMEDIES = {
+    "no GPU was detected": "there is no GPU here whose architecture could be built for; name one, such as --arch 90",
+    "No CMAKE_CXX_COMPILER": "no C++ compiler was found; install g++ or clang++, or name one in CXX",
+    "No CMAKE_CUDA_COMPILER": "no nvcc was found; put it on PATH or set CUDACXX",
+    "unable to find a build program": "cmake found no build program; install make, or `pip install ninja`",
+}
+
+
 class ProgramError(ValueError):
     """The program cannot be built or run; the text is the tool's own, with the next step."""
 
@@ -46,12 +55,22 @@ def build(folder: Path, architecture: str | None = None) -> Path:
         raise ProgramError("cmake is not on PATH; `pip install cmake` brings it")
     target = folder / "build"
     arch = [f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"] if architecture else []
-    _run(["cmake", "-S", str(SOURCE), "-B", str(target), *arch])
+    _configure(target, arch)
     _run(["cmake", "--build", str(target), "--parallel"])
     program = target / "nf4l_lab"
     if not program.exists():
         raise ProgramError("only the file checker was built: no nvcc was found; put it on PATH or set CUDACXX")
     return program
+
+
+def _configure(target: Path, options: Sequence[str]) -> None:
+    try:
+        _run(["cmake", "-S", str(SOURCE), "-B", str(target), *options])
+    except ProgramError as error:
+        for said, remedy in _CMAKE_REMEDIES.items():
+            if said in str(error):
+                raise ProgramError(remedy) from error
+        raise
 
 
 def find(folder: Path) -> Path:

@@ -30,7 +30,7 @@ SPECS = (
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
 # (row tiles, tokens) of SMALL_BATCH_SHAPES in csrc/small_batch_plan.h.
-SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32), (2, 1), (2, 8))
+SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 # Relative error that rounding the output alone can give: half a unit of the last place. Over many values it is less
 # than half of that.
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}

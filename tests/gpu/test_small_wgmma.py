@@ -32,9 +32,9 @@ SPECS = (
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
 # Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after those of the small-batch engine.
-SHAPES = (16, 32, 32, 64)
-FIRST_SHAPE = 9
-TOKENS = (17, 31, 32, 33, 48, 64)
+SHAPES = (16, 32, 32, 32, 64, 64, 96, 128)
+FIRST_SHAPE = 7
+TOKENS = (17, 31, 32, 33, 48, 64, 65, 96, 100, 128)
 
 
 def tuned(shape: int, least: int = 1) -> int:
@@ -256,13 +256,15 @@ def test_activations_anywhere(weight, library, tokens):
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
 
-# (spec, tokens, flags): row blocks that eight blocks share, sixteen, up to seven, none, and up to four.
+# (spec, tokens, flags): row blocks that eight blocks share evenly, sixteen, up to seven, four evenly, none, up to four.
 ORDERED = (
-    (FourBitSpec("nf4", 1024, 2048), 48, tuned(3)),
+    (FourBitSpec("nf4", 1024, 2048), 48, tuned(4)),
     (FourBitSpec("nf4", 512, 4096), 30, tuned(1)),
     (FourBitSpec("nf4", 1000, 4096), 16, tuned(0, 3)),
-    (FourBitSpec("nf4", 2048, 1024), 64, tuned(3, 4)),
-    (FourBitSpec("nf4", 1000, 3000 // 64 * 64), 27, tuned(2, 4)),
+    (FourBitSpec("nf4", 1000, 4096), 17, tuned(2, 4)),
+    (FourBitSpec("nf4", 2048, 1024), 64, tuned(5, 4)),
+    (FourBitSpec("nf4", 6100, 4096), 33, tuned(4)),
+    (FourBitSpec("nf4", 1000, 2048), 128, tuned(7, 4)),
 )
 
 
@@ -286,7 +288,7 @@ def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extr
             assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
 
 
-@pytest.mark.parametrize("flags", [tuned(0), tuned(1), tuned(3)])
+@pytest.mark.parametrize("flags", [tuned(0), tuned(1), tuned(4)])
 def test_a_chain_of_dependent_launches(library, flags):
     """Each reads what the one before it wrote; all of them use the same workspace and flags."""
     spec = FourBitSpec("nf4", 1024, 1024)

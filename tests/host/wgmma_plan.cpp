@@ -1,7 +1,7 @@
 // Walks the blocks of the wgmma engine's plans for tests/test_wgmma_plan.py, with the arithmetic of the kernel. One question
 // a line on standard input:
 //   shape n k kb_full log2_group nested least_units sms shared_bytes
-// one answer a line: "none", or the plan (tokens row_groups bursts blocks shared workspace) and then,
+// one answer a line: "none", or the plan (tokens row_groups burst stages bursts blocks shared workspace) and then,
 // for each block, "; begin end" and for each row block it meets ", row_block first last owner stop spread": units first ..
 // last - 1 are its own, blocks owner .. stop - 1 share the row block, and they all add up if it is spread, else the owner.
 #include <algorithm>
@@ -29,7 +29,8 @@ int main() {
       continue;
     }
     const nf4l::SmallWgmmaShape shape = nf4l::SMALL_WGMMA_SHAPES[plan.shape];
-    std::cout << shape.tokens << ' ' << shape.row_groups << ' ' << plan.bursts << ' '
+    std::cout << shape.tokens << ' ' << shape.row_groups << ' ' << shape.burst << ' ' << shape.stages << ' '
+              << plan.bursts << ' '
               << plan.blocks << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes;
     for (int block = 0; block < plan.blocks; ++block) {
       const int begin = plan.deal.first_unit(block), end = plan.deal.first_unit(block + 1);

@@ -124,7 +124,7 @@ float load(const void* p, int64_t i, int dtype) {
   if (dtype == NF4L_F16) {  // normal values and zero are all that appear here
     if (!(bits & 0x7fff)) return 0.0f;
     if (!(bits & 0x7c00)) return (bits & 0x8000 ? -1.0f : 1.0f) * static_cast<float>(bits & 0x3ff) * 0x1p-24f;
-    wide = (bits & 0x8000u) << 16 | ((bits & 0x7fffu) << 13) + (112u << 23);
+    wide = (bits & 0x8000u) << 16 | (((bits & 0x7fffu) << 13) + (112u << 23));
   }
   float value;
   memcpy(&value, &wide, 4);
