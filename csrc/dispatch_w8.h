@@ -38,8 +38,9 @@ struct GemmW8Row {
   bool cut;
 };
 constexpr GemmW8Row GEMM_W8_TABLE[] = {
-    {17, 32, 0, gemm_w8_shape(32, 4, 4), true},
-    {33, 64, 0, gemm_w8_shape(64, 4, 4), true},
+    {17, 32, 40'000'000, gemm_w8_shape(32, 4), true},
+    {33, 64, 100'000'000, gemm_w8_shape(64, 4), true},
+    {33, 64, 0, gemm_w8_shape(64, 2), true},
 };
 
 constexpr int64_t GEMM_W8_MOST_TABLE_TOKENS = 64;
@@ -51,10 +52,10 @@ struct GemmW8Cost {
   int k_tile;   // of one output tile
 };
 constexpr GemmW8Cost GEMM_W8_COSTS[] = {
-    {gemm_w8_shape(128, 2, 4), 190},
-    {gemm_w8_shape(192, 2, 1), 200},
-    {gemm_w8_shape(216, 2, 1), 220},
-    {gemm_w8_shape(256, 2, 1), 256},
+    {gemm_w8_shape(128, 2), 190},
+    {gemm_w8_shape(192, 2), 200},
+    {gemm_w8_shape(216, 2), 220},
+    {gemm_w8_shape(256, 2), 256},
 };
 constexpr int64_t GEMM_W8_TILE_COST = 850;  // of an output tile: its start and its end
 constexpr int64_t GEMM_W8_CUT_COST = 5000;  // of tiles shared by blocks: sums left, waited for and added

@@ -7,11 +7,9 @@
 // and the codes of all row tiles.
 //
 // There is no scale in the loop: that of a row multiplies the finished sums. So the instructions between two wgmma are few, and
-// each warpgroup goes its own way, converting behind what it has given to the tensor cores:
+// each warpgroup goes its own way, converting behind what it has given to the tensor cores. A k16 step s:
 //
-//     one k16 step at once:  step s:    fence | wgmma a[s] | commit | wait until two are under way | convert step s + 2
-//     two:                   half h:    fence | two wgmma  | commit | wait for half h - 1 | convert half h + 1
-//     a whole k tile:        k tile i:  fence | four wgmma | commit | wait for k tile i - 1 | convert k tile i + 1
+//     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
 //
 // Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row blocks
 // are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h, gemm_w8_finish.cuh).
@@ -19,8 +17,6 @@
 
 #include <cuda_runtime.h>
 #include <stdint.h>
-
-#include <type_traits>
 
 #include "convert8.cuh"
 #include "copy.cuh"
@@ -32,18 +28,8 @@
 
 namespace nf4l {
 
-// The eight fragment registers that a lane's 16 bytes of a row tile are: two k16 steps.
-template <class Code, class T>
-__device__ __forceinline__ void convert_fragments(uint4 codes, uint32_t (&first)[4], uint32_t (&second)[4]) {
-  const uint32_t word[4] = {codes.x, codes.y, codes.z, codes.w};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) first[i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
-#pragma unroll
-  for (int i = 0; i < 4; ++i) second[i] = Convert8<T, true>::template pair_of<Code>(word[2 + i / 2], i % 2);
-}
-
-// What one warp of a consumer has in hand, whatever the number of tokens.
-template <class T, int SHAPE>
+// What one warp of a consumer has in hand. Fragments of four k16 steps take turns.
+template <class Code, class T, int SHAPE>
 struct GemmW8Hand {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
   const GemmW8Ring<SHAPE>& ring;
@@ -51,39 +37,25 @@ struct GemmW8Hand {
   GemmW8Position<S.stages> at{0};
   int used = -1;  // stage whose wgmma may still be under way
   float sums[S.lane_results()];
+  uint4 words[2];
+  uint32_t a[4][4];
 
-  __device__ __forceinline__ uint4 codes(int stage, int half) const {
-    return ld_shared_u32x4(ring.codes(stage) + (row_tile * 2 + half) * TILE_BYTES + lane * LANE_BYTES);
+  __device__ __forceinline__ void load() {
+    mbarrier_wait(ring.full(at.stage), at.phase);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      words[half] = ld_shared_u32x4(ring.codes(at.stage) + (row_tile * 2 + half) * TILE_BYTES + lane * LANE_BYTES);
+    }
   }
-  __device__ __forceinline__ void wait_full() const { mbarrier_wait(ring.full(at.stage), at.phase); }
+
   __device__ __forceinline__ void release() const {
     __syncwarp();
     if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
   }
 
-  // After this the sums may be read.
-  __device__ __forceinline__ void finish() {
-    wgmma_wait_group<0>();
-    release();
-    used = -1;
-  }
-};
-
-// One k16 step at once. Fragments of four take turns.
-template <class Code, class T, int SHAPE>
-struct GemmW8Steps : GemmW8Hand<T, SHAPE> {
-  uint4 words[2];
-  uint32_t a[4][4];
-
-  __device__ __forceinline__ void load() {
-    this->wait_full();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) words[half] = this->codes(this->at.stage, half);
-  }
-
   __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
     wgmma_fence();
-    wgmma_m64k16<T>(this->sums, a[s], x + 2 * s, add);
+    wgmma_m64k16<T>(sums, a[s], x + 2 * s, add);
     wgmma_commit_group();
     wgmma_wait_group<2>();
   }
@@ -104,97 +76,27 @@ struct GemmW8Steps : GemmW8Hand<T, SHAPE> {
 
   // One k tile, added to the sums or in their place, and the first steps of the next one converted if there are `more`.
   __device__ __forceinline__ void multiply(bool add, bool more) {
-    const int stage = this->at.stage;
-    const uint64_t x = wgmma_descriptor(this->ring.x(stage));
-    this->at.step();
+    const int stage = at.stage;
+    const uint64_t x = wgmma_descriptor(ring.x(stage));
+    at.step();
     step(0, x, add);
     convert(2);
     step(1, x, true);
     convert(3);
-    this->release();  // every wgmma of the k tile before is complete
-    this->used = stage;
+    release();  // every wgmma of the k tile before is complete
+    used = stage;
     if (more) load();
     step(2, x, true);
     convert(0);
     step(3, x, true);
     convert(1);
   }
-};
 
-// A whole k tile at once. Fragments of two take turns.
-template <class Code, class T, int SHAPE>
-struct GemmW8Tiles : GemmW8Hand<T, SHAPE> {
-  bool odd = false;  // which half of `a` is next
-  uint32_t a[2][4][4];
-
-  template <int HALF>
-  __device__ __forceinline__ void convert() {
-    this->wait_full();
-    const uint4 first = this->codes(this->at.stage, 0), second = this->codes(this->at.stage, 1);
-    convert_fragments<Code, T>(first, a[HALF][0], a[HALF][1]);
-    convert_fragments<Code, T>(second, a[HALF][2], a[HALF][3]);
-  }
-
-  template <int HALF>
-  __device__ __forceinline__ void tile(bool add, bool more) {
-    const int stage = this->at.stage;
-    const uint64_t x = wgmma_descriptor(this->ring.x(stage));
-    this->at.step();
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < 4; ++s) wgmma_m64k16<T>(this->sums, a[HALF][s], x + 2 * s, add || s > 0);
-    wgmma_commit_group();
-    wgmma_wait_group<1>();
-    this->release();
-    this->used = stage;
-    if (more) convert<HALF ^ 1>();
-  }
-
-  __device__ __forceinline__ void start() { convert<0>(); }
-  __device__ __forceinline__ void multiply(bool add, bool more) {
-    if (odd) tile<1>(add, more);
-    else tile<0>(add, more);
-    odd = !odd;
-  }
-};
-
-// Two k16 steps at once. Fragments of four take turns.
-template <class Code, class T, int SHAPE>
-struct GemmW8Halves : GemmW8Hand<T, SHAPE> {
-  uint4 words[2];
-  uint32_t a[2][2][4];
-
-  __device__ __forceinline__ void load() {
-    this->wait_full();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) words[half] = this->codes(this->at.stage, half);
-  }
-  __device__ __forceinline__ void convert(int half) { convert_fragments<Code, T>(words[half], a[half][0], a[half][1]); }
-
-  __device__ __forceinline__ void half(int h, uint64_t x, bool add) {
-    wgmma_fence();
-#pragma unroll
-    for (int s = 0; s < 2; ++s) wgmma_m64k16<T>(this->sums, a[h][s], x + 4 * h + 2 * s, add || s > 0);
-    wgmma_commit_group();
-    wgmma_wait_group<1>();
-  }
-
-  __device__ __forceinline__ void start() {
-    load();
-    convert(0);
-  }
-
-  __device__ __forceinline__ void multiply(bool add, bool more) {
-    const int stage = this->at.stage;
-    const uint64_t x = wgmma_descriptor(this->ring.x(stage));
-    this->at.step();
-    half(0, x, add);
-    this->release();  // every wgmma of the k tile before is complete
-    this->used = stage;
-    convert(1);
-    if (more) load();
-    half(1, x, true);
-    convert(0);
+  // After this the sums may be read.
+  __device__ __forceinline__ void finish() {
+    wgmma_wait_group<0>();
+    release();
+    used = -1;
   }
 };
 
@@ -209,10 +111,7 @@ struct GemmW8Registers {
 
 template <class Code, class T, int SHAPE>
 __device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp, int lane) {
-  constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
-  using Several = std::conditional_t<S.steps == 2, GemmW8Halves<Code, T, SHAPE>, GemmW8Tiles<Code, T, SHAPE>>;
-  using Hand = std::conditional_t<S.steps == 1, GemmW8Steps<Code, T, SHAPE>, Several>;
-  Hand hand = {{ring, warp, lane}};
+  GemmW8Hand<Code, T, SHAPE> hand = {ring, warp, lane};
   const GemmW8Finish<T, SHAPE> finish = {args, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
   GemmPieces piece(args.cut, blockIdx.x);
   int left = piece.k_tiles_left();

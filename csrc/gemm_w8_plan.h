@@ -16,7 +16,6 @@ struct GemmW8Shape {
   int tokens;     // the n of wgmma
   int consumers;  // warpgroups
   int stages;     // of the ring, one k tile each
-  int steps;      // k16 steps that a consumer gives to the tensor cores at once: 1, 2 or 4
 
   static constexpr int STORE_TOKENS = 32;  // of y that a warpgroup stores at once
   static constexpr int TILE_CODES = 2 * TILE_BYTES;  // of a row tile's k tile
@@ -31,18 +30,14 @@ struct GemmW8Shape {
 
 // Everything that is compiled, for each kind of codes and 16-bit type.
 constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
-    {32, 4, 9, 1},  {32, 4, 9, 2},  {32, 4, 9, 4},  {64, 4, 8, 1},  {64, 4, 8, 2},  {64, 4, 8, 4},
-    {64, 2, 11, 1}, {64, 2, 11, 2}, {64, 2, 11, 4}, {128, 2, 8, 2}, {128, 2, 8, 4}, {192, 2, 6, 1},
-    {216, 2, 5, 1}, {216, 2, 5, 2}, {256, 2, 5, 1}, {256, 2, 5, 2},
+    {32, 4, 9}, {64, 4, 8}, {64, 2, 11}, {128, 2, 8}, {192, 2, 6}, {216, 2, 5}, {256, 2, 5},
 };
 constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
 
 // Index of a compiled shape; asking for another at compile time does not compile.
-constexpr int gemm_w8_shape(int tokens, int consumers, int steps) {
+constexpr int gemm_w8_shape(int tokens, int consumers) {
   int i = 0;
-  while (GEMM_W8_SHAPES[i].tokens != tokens || GEMM_W8_SHAPES[i].consumers != consumers || GEMM_W8_SHAPES[i].steps != steps) {
-    ++i;
-  }
+  while (GEMM_W8_SHAPES[i].tokens != tokens || GEMM_W8_SHAPES[i].consumers != consumers) ++i;
   return i;
 }
 

@@ -1,5 +1,5 @@
-"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, nobody waits before his own
-work is done, memory that suffices."""
+"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, memory that suffices, and
+nobody waits before his own work is done."""
 
 import shutil
 import subprocess

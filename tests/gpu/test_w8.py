@@ -25,12 +25,9 @@ SPECS = (
     EightBitSpec("w8_s8", 300, 1024, group_size=64),
     EightBitSpec("w8_s8", 130, 640, group_size=128),
 )
-# (row tiles, tokens) of SMALL_W8_SHAPES, (tokens, consumers, cluster) of GEMM_W8_SHAPES (csrc/*_w8_plan.h).
+# (row tiles, tokens) of SMALL_W8_SHAPES, (tokens, consumers) of GEMM_W8_SHAPES (csrc/*_w8_plan.h).
 SMALL = ((1, 1), (1, 8), (1, 16), (2, 32))
-GEMM = (
-    (32, 4, 1), (32, 4, 2), (64, 4, 1), (64, 4, 2), (64, 2, 1), (64, 2, 2), (128, 2, 1), (192, 2, 1), (216, 2, 1),
-    (256, 2, 1),
-)  # fmt: skip
+GEMM = ((32, 4), (64, 4), (64, 2), (128, 2), (192, 2), (216, 2), (256, 2))
 WHOLE, CUT = 1, 2
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DEPENDENT, TRANSPOSED = native.DEPENDENT_LAUNCH, native.TRANSPOSED_OUTPUT
