@@ -51,7 +51,8 @@ __device__ __forceinline__ uint32_t sub_pair(uint32_t a, uint32_t b) {
   uint32_t d = 0;
   for (int i = 0; i < 32; i += 16) {
     const uint16_t bits_a = uint16_t(a >> i), bits_b = uint16_t(b >> i);
-    const T difference = round_to<T>(to_float(reinterpret_cast<const T&>(bits_a)) - to_float(reinterpret_cast<const T&>(bits_b)));
+    const T difference =
+        round_to<T>(to_float(reinterpret_cast<const T&>(bits_a)) - to_float(reinterpret_cast<const T&>(bits_b)));
     d |= uint32_t(reinterpret_cast<const uint16_t&>(difference)) << i;
   }
   return d;

@@ -48,8 +48,8 @@ constexpr int64_t GEMM_W8_MOST_TABLE_TOKENS = 64;
 // More tokens than those: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that, but few
 // tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
 struct GemmW8Cost {
-  int shape;    // in GEMM_W8_SHAPES
-  int k_tile;   // of one output tile
+  int shape;   // in GEMM_W8_SHAPES
+  int k_tile;  // of one output tile
 };
 constexpr GemmW8Cost GEMM_W8_COSTS[] = {
     {gemm_w8_shape(128, 2), 190},

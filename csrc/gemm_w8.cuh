@@ -110,7 +110,8 @@ struct GemmW8Registers {
 };
 
 template <class Code, class T, int SHAPE>
-__device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp, int lane) {
+__device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp,
+                                                int lane) {
   GemmW8Hand<Code, T, SHAPE> hand = {ring, warp, lane};
   const GemmW8Finish<T, SHAPE> finish = {args, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
   GemmPieces piece(args.cut, blockIdx.x);
@@ -125,7 +126,8 @@ __device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const Ge
 }
 
 template <class Code, class T, int SHAPE>
-__global__ void __launch_bounds__(GEMM_W8_SHAPES[SHAPE].threads(), 1) gemm_w8_kernel(const __grid_constant__ GemmW8Args args) {
+__global__ void __launch_bounds__(GEMM_W8_SHAPES[SHAPE].threads(), 1)
+    gemm_w8_kernel(const __grid_constant__ GemmW8Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];

@@ -46,8 +46,10 @@ struct GemmW8Finish {
 
   // Asks for the row maxima that the end of a piece will need.
   __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
-    const int row = OutTile(args.cut, piece.tile).row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
-    if (piece.begin == 0 && thread < WARPGROUP_ROWS && row + thread < args.n) prefetch_l1(args.row_maxima + row + thread);
+    const int row =
+        OutTile(args.cut, piece.tile).row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
+    if (piece.begin == 0 && thread < WARPGROUP_ROWS && row + thread < args.n)
+      prefetch_l1(args.row_maxima + row + thread);
   }
 
  private:
@@ -141,7 +143,8 @@ struct GemmW8Finish {
       const int i = (first / 8 + j) * 4;
       if (i >= RESULTS) break;
       if constexpr (TRANSPOSED) {
-        stmatrix_x4(buffer + at(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(i), pair(i + 2), pair(i + 4), pair(i + 6));
+        stmatrix_x4(buffer + at(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(i), pair(i + 2), pair(i + 4),
+                    pair(i + 6));
       } else {
         stmatrix_x4_trans(buffer + at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), pair(i), pair(i + 2),
                           pair(i + 4), pair(i + 6));
@@ -154,10 +157,12 @@ struct GemmW8Finish {
 
   // Tokens first_token .. end_token - 1, rows first_row .. end_row - 1, as far as they are in the buffer.
   template <bool TRANSPOSED, int STEP>
-  __device__ __forceinline__ void read(uint32_t buffer, int first_token, int end_token, int first_row, int end_row) const {
+  __device__ __forceinline__ void read(uint32_t buffer, int first_token, int end_token, int first_row,
+                                       int end_row) const {
     constexpr int LINES = TRANSPOSED ? WARPGROUP_ROWS : STEP, CHUNKS = 8;
     const int64_t pitch = TRANSPOSED ? args.m : args.n;
-    const int first_line = TRANSPOSED ? first_row : first_token, lines = (TRANSPOSED ? end_row : end_token) - first_line;
+    const int first_line = TRANSPOSED ? first_row : first_token,
+              lines = (TRANSPOSED ? end_row : end_token) - first_line;
     const int first_column = TRANSPOSED ? first_token : first_row;
     const int columns = (TRANSPOSED ? end_token : end_row) - first_column;
     uint16_t* const y = static_cast<uint16_t*>(args.y) + first_line * pitch + first_column;

@@ -48,8 +48,8 @@ GemmW8Launcher gemm_w8_launcher(int shape, std::index_sequence<I...>) {
 }
 
 template <class Code, class T>
-int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l, int device, const DeviceInfo& info,
-                cudaStream_t stream) {
+int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_args& l, int device,
+                const DeviceInfo& info, cudaStream_t stream) {
   GemmW8Args a = {};
   a.row_maxima = static_cast<const float*>(w.scales);
   a.bias = l.bias;
@@ -61,7 +61,8 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
   a.transposed = l.flags & NF4L_TRANSPOSED_OUTPUT;
   a.vectors = (a.transposed ? a.m : a.n) % 8 == 0 && aligned(l.y, 16);
   if (plan.workspace_bytes > 0) {
-    if (!l.workspace || int64_t(l.workspace_bytes) < plan.workspace_bytes || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
+    if (!l.workspace || int64_t(l.workspace_bytes) < plan.workspace_bytes || !aligned(l.workspace, 16))
+      return NF4L_BAD_ARGUMENT;
     a.slots = static_cast<float4*>(l.workspace);
     // The last flags of the workspace are there for when the library has no set left.
     void* spare = static_cast<char*>(l.workspace) + plan.workspace_bytes - ARRIVALS * sizeof(unsigned);
@@ -69,9 +70,11 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
   }
   constexpr bool HALF = std::is_same_v<T, __half>;
   const int64_t row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  if (const int status = encode_activations(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens, 1)) return status;
+  if (const int status = encode_activations(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens, 1))
+    return status;
   const int row_tiles = int(ceil_div(w.n, TILE_ROWS));
-  const int status = encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, plan.block_row_tiles);
+  const int status =
+      encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, plan.block_row_tiles);
   if (status) return status;
   const auto launch = gemm_w8_launcher<Code, T>(plan.shape, std::make_index_sequence<GEMM_W8_SHAPE_COUNT>());
   return launch(plan, a, l.flags & NF4L_DEPENDENT_LAUNCH, device, info.shared_bytes, stream);

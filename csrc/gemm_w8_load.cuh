@@ -24,7 +24,7 @@ struct GemmW8Args {
   int block_row_tiles;
   GemmCut cut;
   bool transposed;
-  bool vectors;             // y takes 16 bytes at once
+  bool vectors;  // y takes 16 bytes at once
 };
 
 // Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.
@@ -80,7 +80,8 @@ struct GemmW8Feeder {
     GemmPieces piece(args.cut, blockIdx.x);
     for (int filled = 0; filled < S.stages && piece.next();) {
       const int row_block = OutTile(args.cut, piece.tile).row_block;
-      for (int k = piece.begin; k < piece.end && filled < S.stages; ++k, ++filled, at.step()) copy_codes(at.stage, k, row_block);
+      for (int k = piece.begin; k < piece.end && filled < S.stages; ++k, ++filled, at.step())
+        copy_codes(at.stage, k, row_block);
     }
   }
 

@@ -17,7 +17,7 @@ struct GemmW8Shape {
   int consumers;  // warpgroups
   int stages;     // of the ring, one k tile each
 
-  static constexpr int STORE_TOKENS = 32;  // of y that a warpgroup stores at once
+  static constexpr int STORE_TOKENS = 32;            // of y that a warpgroup stores at once
   static constexpr int TILE_CODES = 2 * TILE_BYTES;  // of a row tile's k tile
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
   NF4L_HD constexpr int row_tiles() const { return consumers * WARPGROUP_ROWS / TILE_ROWS; }  // at most
@@ -88,7 +88,8 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
   const bool fit = !cut && shape.tokens <= 64;
-  const int64_t block_tiles = fit ? fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most) : shape.row_tiles();
+  const int64_t block_tiles =
+      fit ? fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most) : shape.row_tiles();
   const int64_t row_blocks = ceil_div(row_tiles, block_tiles);
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
   const int64_t tiles = token_tiles * row_blocks;
@@ -99,7 +100,8 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   if (cut && rest > 0) {
     blocks = most;
     whole_tiles = tiles - rest;
-    if (rest * k_tiles < blocks * GEMM_LEAST_TILES) {  // whatever is whole comes first, so only a launch without it shrinks
+    if (rest * k_tiles < blocks * GEMM_LEAST_TILES) {
+      // Whatever is whole comes first, so only a launch without it shrinks.
       if (whole_tiles > 0) return false;
       blocks = ceil_div(rest * k_tiles, GEMM_LEAST_TILES);
     }
@@ -107,8 +109,10 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   const int64_t units = (tiles - whole_tiles) * k_tiles;
   if (units > INT32_MAX) return false;
   const Deal deal = {int(units / blocks), int(units % blocks)};
-  plan = {shape_index, int(block_tiles),
-          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal}, shared,
+  plan = {shape_index,
+          int(block_tiles),
+          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal},
+          shared,
           units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
 }

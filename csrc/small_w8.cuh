@@ -133,8 +133,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
 
   using X = Activations<TOKENS, WARPS * WARP>;
   const uint32_t x_smem = smem_address(smem + map.activations);
-  W8Stream<R, GROUPED, WARPS> weights(args, work, smem_address(smem + map.rings), smem_address(smem + map.barriers), begin,
-                                      end, warp, lane);
+  W8Stream<R, GROUPED, WARPS> weights(args, work, smem_address(smem + map.rings), smem_address(smem + map.barriers),
+                                      begin, end, warp, lane);
   if constexpr (LANE_COPIES) {
     if (args.dependent) grid_wait();
     X::load_async(args, work, x_smem);
@@ -153,15 +153,17 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
   const X activations(x_smem, lane);
   float* const tails = reinterpret_cast<float*>(smem + map.tails) + lane;
   constexpr int TAIL = SHAPE.lane_results() * WARP;
-  W8Walk<Code, T, R, TOKENS, WARPS, GROUPED> walk = {args, work, lane, weights, activations, tails + warp * TAIL,
-                                               group, burst, burst != 0};
+  W8Walk<Code, T, R, TOKENS, WARPS, GROUPED> walk = {args,  work,  lane,      weights, activations, tails + warp * TAIL,
+                                                     group, burst, burst != 0};
   walk.sum.clear();
   for (int u = begin; u < end; ++u) walk.unit();
 
   close_stretch<WARPS>(walk, warp, tails);
   if (gridDim.y > 1) {
     using Sum = Results<R, TOKENS>;
-    const auto store = [&](const Sum& sum, int row_group) { store_scaled<T, R, TOKENS, GROUPED>(args, sum, row_group, lane); };
+    const auto store = [&](const Sum& sum, int row_group) {
+      store_scaled<T, R, TOKENS, GROUPED>(args, sum, row_group, lane);
+    };
     add_slices<Sum, WARPS>(args, work, reinterpret_cast<bool*>(smem + map.flag), warp, lane, store);
   }
 }

@@ -16,20 +16,20 @@
 namespace nf4l {
 
 struct SmallW8Args {
-  const uint8_t* codes;       // [row_tiles][k_tiles][2][512]
-  const float* scales;        // of rows: raw maxima [n]; of groups: [row_tiles][k_tiles >> group_shift][16]
-  const char* x;              // [m] rows of k 16-bit values, 16-byte aligned
+  const uint8_t* codes;  // [row_tiles][k_tiles][2][512]
+  const float* scales;   // of rows: raw maxima [n]; of groups: [row_tiles][k_tiles >> group_shift][16]
+  const char* x;         // [m] rows of k 16-bit values, 16-byte aligned
   int64_t x_row_bytes;
-  const void* bias;           // [n] or NULL
+  const void* bias;  // [n] or NULL
   void* y;
   int64_t token_stride, row_stride;  // of y
-  float* partials;            // [slices][groups][lane_results][32]
-  unsigned* arrivals;         // [parts], zero before and after
-  int m, n, row_tiles, k_tiles;  // k tiles of 64 inputs
-  int group_shift;            // log2 of the k tiles under one group scale
+  float* partials;                   // [slices][groups][lane_results][32]
+  unsigned* arrivals;                // [parts], zero before and after
+  int m, n, row_tiles, k_tiles;      // k tiles of 64 inputs
+  int group_shift;                   // log2 of the k tiles under one group scale
   int groups, base_groups, extra_groups, slice_tiles;
   int stages;
-  bool dependent;             // launched before the previous kernel ended
+  bool dependent;  // launched before the previous kernel ended
 };
 
 // Counters and partial sums are left to the launcher.
@@ -66,7 +66,6 @@ constexpr bool LANE_COPIES = true;
 constexpr bool LANE_COPIES = false;
 #endif
 
-
 // The weight of a warp's stretch, `stages` bursts ahead of its use. Stage s is refilled as soon as the warp has used it, so
 // the ring needs no barrier between warps.
 template <int R, bool GROUPED, int WARPS>
@@ -76,9 +75,9 @@ struct W8Stream {
   const int lane;
   uint32_t stages, barriers;  // of the warp, in shared memory
   int stage_bytes;
-  int unit, end;              // of the next burst to be copied; end of the stretch
+  int unit, end;  // of the next burst to be copied; end of the stretch
   int group, burst;
-  int stage = 0;              // of the burst in hand
+  int stage = 0;  // of the burst in hand
   uint32_t phase = 0;
 
   __device__ __forceinline__ W8Stream(const SmallW8Args& a, const BlockWork& w, uint32_t rings, uint32_t all_barriers,
@@ -90,12 +89,14 @@ struct W8Stream {
   }
 
   __device__ __forceinline__ uint4 get(int r, int j, int half) const {
-    return ld_shared_u32x4(stages + stage * stage_bytes + (r * BURST + j) * W8_TILE_BYTES + half * TILE_BYTES + lane * LANE_BYTES);
+    return ld_shared_u32x4(stages + stage * stage_bytes + (r * BURST + j) * W8_TILE_BYTES + half * TILE_BYTES +
+                           lane * LANE_BYTES);
   }
   // Of rows g and g + 8, for tile j of the burst.
   __device__ __forceinline__ float2 scales(int r, int j) const {
     const int at = (r * BURST + j) >> args.group_shift;
-    return ld_shared_f32x2(stages + stage * stage_bytes + R * BURST * W8_TILE_BYTES + at * (TILE_ROWS * 4) + lane / 4 * 8);
+    return ld_shared_f32x2(stages + stage * stage_bytes + R * BURST * W8_TILE_BYTES + at * (TILE_ROWS * 4) +
+                           lane / 4 * 8);
   }
 
   // Before anything else: as many bursts as there are stages, lane s that of stage s.
@@ -157,7 +158,8 @@ struct W8Stream {
     const int tile = work.first_tile + in_burst * BURST, tiles = min(work.tiles - in_burst * BURST, BURST);
     const int row_tile = (work.first_group + in_group) * R, row_tiles = min(args.row_tiles - row_tile, R);
     const int groups = GROUPED ? args.k_tiles >> args.group_shift : 0;  // of one row tile
-    const int burst_groups = GROUPED ? tiles >> args.group_shift : 0, all_groups = GROUPED ? BURST >> args.group_shift : 0;
+    const int burst_groups = GROUPED ? tiles >> args.group_shift : 0,
+              all_groups = GROUPED ? BURST >> args.group_shift : 0;
     const uint32_t to = stages + s * stage_bytes, scales_to = to + R * BURST * W8_TILE_BYTES;
     const uint32_t barrier = barriers + 8 * s;
     if constexpr (!LANE_COPIES) {
@@ -167,8 +169,8 @@ struct W8Stream {
     for (int r = 0; r < R; ++r) {
       if (r >= row_tiles) break;
       const uint8_t* from = args.codes + (int64_t(row_tile + r) * args.k_tiles + tile) * W8_TILE_BYTES;
-      const float* scales_from = GROUPED ? args.scales + (int64_t(row_tile + r) * groups + (tile >> args.group_shift)) * TILE_ROWS
-                                         : nullptr;
+      const float* scales_from =
+          GROUPED ? args.scales + (int64_t(row_tile + r) * groups + (tile >> args.group_shift)) * TILE_ROWS : nullptr;
       const uint32_t code_to = to + r * BURST * W8_TILE_BYTES, scale_to = scales_to + r * all_groups * (TILE_ROWS * 4);
       if constexpr (LANE_COPIES) {
 #pragma unroll

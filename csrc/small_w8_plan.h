@@ -18,7 +18,10 @@ struct EightBitProblem {
 
 // Everything that is compiled, for each 16-bit type and with both kinds of scales.
 constexpr SmallBatchShape SMALL_W8_SHAPES[] = {
-    {1, 1, 8}, {1, 8, 8}, {1, 16, 8}, {2, 32, 8},
+    {1, 1, 8},
+    {1, 8, 8},
+    {1, 16, 8},
+    {2, 32, 8},
 };
 constexpr int SMALL_W8_SHAPE_COUNT = sizeof(SMALL_W8_SHAPES) / sizeof(SMALL_W8_SHAPES[0]);
 
@@ -61,14 +64,14 @@ struct SmallW8Shared {
 
 // One launch. The grid is parts x slices blocks: a part is a run of row groups, a slice a run of inputs.
 struct SmallW8Plan {
-  int shape;         // in SMALL_W8_SHAPES
-  int groups;        // row groups of the weight
+  int shape;   // in SMALL_W8_SHAPES
+  int groups;  // row groups of the weight
   int parts;
-  int base_groups;   // each part has this many row groups, the first `extra_groups` parts one more
+  int base_groups;  // each part has this many row groups, the first `extra_groups` parts one more
   int extra_groups;
   int slices;
-  int slice_tiles;   // of 64 inputs, a multiple of BURST; the last slice may have fewer
-  int stages;        // bursts on their way to each warp
+  int slice_tiles;  // of 64 inputs, a multiple of BURST; the last slice may have fewer
+  int stages;       // bursts on their way to each warp
   int shared_bytes;
   int64_t workspace_bytes;  // 0 with one slice; else partial sums, and a set of arrival counters at its end
 };
@@ -96,8 +99,8 @@ inline bool plan_small_w8(const EightBitProblem& p, int shape_index, int slices,
     while (stages > 0 && shared(stages) > shared_limit) --stages;
     if (stages < 2 && stages < units) continue;
     const int64_t sums = cut > 1 ? cut * groups * shape.lane_results() * 32 * 4 + MAX_PARTS * 4 : 0;
-    plan = {shape_index, int(groups), int(parts), int(groups / parts), int(groups % parts), int(cut), int(slice_tiles),
-            int(stages), int(shared(stages)), sums};
+    plan = {shape_index, int(groups),      int(parts),  int(groups / parts), int(groups % parts),
+            int(cut),    int(slice_tiles), int(stages), int(shared(stages)), sums};
     return true;
   }
   return false;
