@@ -78,7 +78,7 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
 constexpr int LEAST_UNITS = 2;
 
 // The prefill engine's tokens. Beyond, a weight is decoded once for each 256 tokens, and to dequantize it first costs less.
-constexpr int64_t GEMM_FIRST_TOKENS = 65, GEMM_LAST_TOKENS = 2048;
+constexpr int64_t GEMM_FIRST_TOKENS = 65, GEMM_LAST_TOKENS = 1536;
 
 struct Launch {
   Engine engine = Engine::gemm;

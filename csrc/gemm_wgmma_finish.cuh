@@ -17,8 +17,8 @@ namespace nf4l {
 // slots and its byte of the counters.
 //
 // A tile's tokens are stored in steps of STORE_TOKENS. Where several blocks share a tile (gemm_wgmma_plan.h), each of them
-// leaves in its slot what others will store and counts itself in; then each finisher waits for all, adds up its own steps in
-// the order of the blocks, the same bits at every call, and counts itself out; the last one clears the counter. Blocks start
+// leaves in a slot what others will store and counts itself in; then each finisher waits for all, adds to its own steps what
+// the others left, in the order of the blocks, the same bits at every call, and counts itself out; the last one clears the counter. Blocks start
 // in order, so of all that run, only those of one tile can wait for blocks that have not started.
 template <class Format, class T, int SHAPE>
 struct GemmFinish {
@@ -48,7 +48,7 @@ struct GemmFinish {
     // finisher() grows with the step.
     from = finishes ? (me * STEPS + finishers - 1) / finishers : STEPS;
     to = finishes ? ((me + 1) * STEPS + finishers - 1) / finishers : STEPS;
-    leave(sums, from, to);
+    leave(sums, piece.begin == 0, from, to);
     unsigned* const counter = args.raised + sharers.first;
     const int shift = 8 * warpgroup;
     sync();
@@ -65,14 +65,15 @@ struct GemmFinish {
     return true;
   }
 
-  __device__ __forceinline__ float4* slot(int block) const {
+  // A block has two slots, because it may share two tiles: `first` is that of the one it begins.
+  __device__ __forceinline__ float4* slot(int block, bool first) const {
     constexpr int VECTORS = STEPS * STEP_VECTORS;
-    return args.slots + (int64_t(block) * S.consumers + warpgroup) * (VECTORS * WARPGROUP) + thread;
+    return args.slots + (int64_t(2 * block + first) * S.consumers + warpgroup) * (VECTORS * WARPGROUP) + thread;
   }
 
   // All but steps from .. to - 1.
-  __device__ __forceinline__ void leave(const Sums& sums, int from, int to) const {
-    float4* at = slot(blockIdx.x);
+  __device__ __forceinline__ void leave(const Sums& sums, bool first, int from, int to) const {
+    float4* at = slot(blockIdx.x, first);
 #pragma unroll
     for (int step = 0; step < STEPS; ++step) {
       if (step >= from && step < to) continue;
@@ -84,31 +85,34 @@ struct GemmFinish {
     __threadfence();
   }
 
-  // What the other sharers left of steps from .. to - 1: blocks before this one first, then its own, then those behind.
+  // Adds what the other sharers left of steps from .. to - 1, block after block; reads of two blocks and two steps are under
+  // way together. A step beside them may come with them: it is not stored.
   __device__ __forceinline__ void collect(Sums& sums, const GemmSharers& sharers, int from, int to) const {
+    constexpr int STEP_PAIR = 2 * STEP_VECTORS;
+    static_assert(STEPS % 2 == 0, "steps come in pairs");
     const int stop = sharers.first + sharers.count;
 #pragma unroll
-    for (int step = 0; step < STEPS; ++step) {
-      if (step < from || step >= to) continue;
-      float* own = sums + 4 * step * STEP_VECTORS;
-      const int offset = step * STEP_VECTORS * WARPGROUP;
-      float before[4 * STEP_VECTORS] = {};
+    for (int step = 0; step < STEPS; step += 2) {
+      if (step + 1 < from || step >= to) continue;
 #pragma unroll 1
-      for (int block = sharers.first; block < int(blockIdx.x); ++block) add(before, slot(block) + offset);
+      for (int block = sharers.first; block < stop; block += 2) {
+        float4 v[2][STEP_PAIR];
 #pragma unroll
-      for (int i = 0; i < 4 * STEP_VECTORS; ++i) own[i] += before[i];
-#pragma unroll 1
-      for (int block = blockIdx.x + 1; block < stop; ++block) add(own, slot(block) + offset);
-    }
-  }
-
-  __device__ __forceinline__ static void add(float* to, const float4* from) {
-    float4 v[STEP_VECTORS];
+        for (int b = 0; b < 2; ++b) {
+          const bool other = block + b < stop && block + b != int(blockIdx.x);
+          const float4* at = slot(block + b, block + b == sharers.first) + step * STEP_VECTORS * WARPGROUP;
 #pragma unroll
-    for (int i = 0; i < STEP_VECTORS; ++i) v[i] = __ldcg(from + i * WARPGROUP);
+          for (int i = 0; i < STEP_PAIR; ++i) v[b][i] = other ? __ldcg(at + i * WARPGROUP) : make_float4(0, 0, 0, 0);
+        }
 #pragma unroll
-    for (int i = 0; i < STEP_VECTORS; ++i) {
-      to[4 * i] += v[i].x, to[4 * i + 1] += v[i].y, to[4 * i + 2] += v[i].z, to[4 * i + 3] += v[i].w;
+        for (int b = 0; b < 2; ++b) {
+#pragma unroll
+          for (int i = 0; i < STEP_PAIR; ++i) {
+            float* sum = sums + 4 * (step * STEP_VECTORS + i);
+            sum[0] += v[b][i].x, sum[1] += v[b][i].y, sum[2] += v[b][i].z, sum[3] += v[b][i].w;
+          }
+        }
+      }
     }
   }
 

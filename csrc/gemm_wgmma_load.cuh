@@ -17,7 +17,7 @@ template <class Weight>
 struct GemmArgs : Weight {
   const void* bias;  // [n] or NULL
   void* y;           // [m, n]
-  float4* slots;     // [blocks][warpgroups][lane_results / 4][128]
+  float4* slots;     // [blocks][2][warpgroups][lane_results / 4][128]
   unsigned* raised;  // [blocks], zero before and after
   int m;
   GemmCut cut;

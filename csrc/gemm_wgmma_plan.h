@@ -31,7 +31,7 @@ struct GemmShape {
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{128, 2, 7, 400}, {128, 3, 6, 500}, {192, 2, 5, 500}, {256, 2, 4, 620}};
+constexpr GemmShape GEMM_SHAPES[] = {{128, 2, 7, 490}, {128, 3, 6, 690}, {192, 2, 5, 610}, {256, 2, 4, 750}};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
@@ -150,11 +150,11 @@ struct GemmPlan {
   int shape;  // in GEMM_SHAPES
   GemmCut cut;
   int shared_bytes;
-  int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
+  int64_t workspace_bytes;  // 0 where nothing is cut; else two slots a block, and a set of counters at the end
 };
 
 // What an output tile costs beside its k tiles, and what it costs if blocks share it: sums written, waited for, read.
-constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 3000;
+constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 9000;
 // No block gets less of the line, and no more blocks share an output tile (but for one that ends and one that begins there).
 constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
 
@@ -187,7 +187,7 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   if (units > INT32_MAX) return false;
   const Deal deal = {int(units / blocks), int(units % blocks)};
   plan = {shape_index, {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal}, shared,
-          units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
+          units > 0 ? blocks * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
 }
 

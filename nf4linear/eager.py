@@ -25,7 +25,7 @@ _functorch_active, _tracing_state = torch._C._are_functorch_transforms_active, t
 _data_ptr = Tensor.data_ptr
 
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
-MOST_TOKENS = 2048
+MOST_TOKENS = 1536
 # Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
 MOST_KEPT_TOKENS = 64
 

@@ -1,5 +1,5 @@
-"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, memory that suffices, and
-nobody waits before his own work is done."""
+"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, nobody waits before his
+own work is done, memory that suffices."""
 
 import shutil
 import subprocess
@@ -51,6 +51,7 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) 
     places: dict[int, tuple[int, int]] = {}
     sharers: dict[int, tuple[int, int, int]] = {}
     met: dict[int, list[tuple[int, int]]] = {}
+    slots = set()
     lengths = []
     for block, text in enumerate(blocks):
         length, *pieces = text.split(",")
@@ -65,6 +66,9 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) 
             elif end - begin < k_tiles:
                 assert sharers.setdefault(tile, tuple(shared_by)) == tuple(shared_by)
                 met.setdefault(tile, []).append((block, last))
+                assert (begin == 0) == (block == shared_by[0]), "the first sharer begins the tile"
+                assert (block, begin == 0) not in slots, "a slot holds one tile's sums"
+                slots.add((block, begin == 0))
     for tile, (first, number, finishers) in sharers.items():
         assert met[tile] == [(first + i, i < finishers) for i in range(number)], "who finishes has nothing else to do"
         assert 1 <= finishers <= number <= MOST_SHARERS + 2
@@ -75,7 +79,7 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) 
     for parts in spans.values():
         parts.sort()
         assert parts[0][0] == 0 and parts[-1][1] == k_tiles and all(a[1] == b[0] for a, b in pairwise(parts))
-    assert workspace == (count * slot + 1024 if whole < len(spans) else 0)
+    assert workspace == (count * 2 * slot + 1024 if whole < len(spans) else 0)
     if whole < len(spans):
         assert cut and max(lengths) - min(lengths) <= 1, "all blocks end together"
     if whole >= count:
