@@ -77,8 +77,10 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
 // A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
 constexpr int LEAST_UNITS = 2;
 
-// The prefill engine's tokens. Beyond, a weight is decoded once for each 256 tokens, and to dequantize it first costs less.
-constexpr int64_t GEMM_FIRST_TOKENS = 65, GEMM_LAST_TOKENS = 1536;
+// What the prefill engine takes: no less than was measured to be faster than dequantize + GEMM. Beyond the last number of
+// tokens, where a weight is decoded once for each 256 of them, to dequantize it first costs less: 28672x4096, 1024 tokens 336
+// (382), 2048 tokens 723 (719).
+constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 1536, GEMM_FIRST_WEIGHTS = 16'000'000;
 
 struct Launch {
   Engine engine = Engine::gemm;
@@ -132,7 +134,7 @@ struct Picker {
   }
 
   bool from_gemm_costs() {
-    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS || w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
     if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;

@@ -4,6 +4,7 @@ The same as `nf4linear pack MODEL FOLDER` and a from_pretrained.
 """
 
 import sys
+from pathlib import Path
 
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -13,7 +14,10 @@ from nf4linear.checkpoint import pack_checkpoint
 source = sys.argv[1] if len(sys.argv) > 1 else "demo/smollm2-bnb-nf4"
 folder = sys.argv[2] if len(sys.argv) > 2 else "demo/smollm2-nf4-example"
 
-pack_checkpoint(source, folder)
+if Path(folder, "config.json").is_file():
+    print(f"{folder} is there already and is loaded as it is; delete it to pack again")
+else:
+    pack_checkpoint(source, folder)
 
 # Importing nf4linear is what makes transformers read the format.
 model = AutoModelForCausalLM.from_pretrained(folder)

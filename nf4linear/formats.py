@@ -359,8 +359,15 @@ def check_tables(spec: WeightSpec, tensors: Mapping[str, torch.Tensor], where: s
     """Raise ValueError unless `code` is the format's table, or its 16-bit rounding, and every scale is finite."""
     if any(tensor.is_meta for tensor in tensors.values()):
         return
-    if isinstance(spec, FourBitSpec) and not spec.codebook.matches(tensors["code"]):
-        raise ValueError(f"{where}: tensor 'code' is not the {spec.format} table; the format or the file is wrong")
     for name, tensor in tensors.items():
-        if tensor.is_floating_point() and not tensor.isfinite().all():
-            raise ValueError(f"{where}: tensor {name!r} holds NaN or infinity; the file or the layer is damaged")
+        if fault := table_fault(spec, name, tensor):
+            raise ValueError(f"{where}: tensor {name!r} {fault}")
+
+
+def table_fault(spec: WeightSpec, name: str, tensor: torch.Tensor) -> str | None:
+    """What is wrong with the values of tensor `name` of a weight, as the end of a message, or None."""
+    if name == "code" and not spec.codebook.matches(tensor):
+        return f"is not the {spec.format} table; the format or the file is wrong"
+    if tensor.is_floating_point() and not tensor.isfinite().all():
+        return "holds NaN or infinity; the file or the layer is damaged"
+    return None

@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from . import bnb, hf_model
 from .checkpoint.packed import METADATA, QUANT_METHOD, SOURCE_FILE, ModuleRules, parse_config, validate_packed
-from .formats import FORMAT_VERSION, check_config_entry, check_packed, config_entry, spec_from_config
+from .formats import FORMAT_VERSION, check_packed, config_entry, spec_from_config
 from .linear import PackedLinear
 from .model_rules import aliases, describe_quantization, layers_to_pack, packed_layers, packed_places
 from .select import select_layers
@@ -37,7 +37,8 @@ class NF4LinearConfig(QuantizationConfigMixin):
     `double_quant` are the default. `modules_to_not_convert` lists full names or whole dotted suffixes of layers that
     are not packed; when a plain checkpoint is quantized it is patch_model's `skip` (globs and any run of dotted parts
     too) and adds to what stays anyway: output and tied embeddings, layers kept in float32.
-    Only JSON types are held. Raises ValueError for a format or version that this package does not read.
+    Only JSON types are held. Raises ValueError for options that no weight can have; `modules` and the version, which
+    may come from a file, are checked by `rules`.
     """
 
     def __init__(
@@ -55,17 +56,17 @@ class NF4LinearConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD
         self.format_version = format_version
         self.plugin_version = plugin_version or installed_version()
-        # What is no dict or list is left to rules(), which says so.
         self.modules = dict(modules) if isinstance(modules, dict) else modules
         if modules is None:
             self.modules = {"default": config_entry(format, blocksize, double_quant)}
         skipped = [] if modules_to_not_convert is None else modules_to_not_convert
         self.modules_to_not_convert = list(skipped) if isinstance(skipped, Iterable) else skipped
-        for entry in self.rules().modules.values():
-            check_config_entry(entry)
 
-    def rules(self) -> ModuleRules:
-        return parse_config({"quantization_config": self.to_dict()}, "config.json")
+    def rules(self, where: str = "quantization_config") -> ModuleRules:
+        """What holds for which layer; raises ValueError naming `where` and the key for what cannot be read."""
+        rules = parse_config({"quantization_config": self.to_dict()}, where)
+        rules.check_entries()
+        return rules
 
 
 class NF4LinearQuantizer(HfQuantizer):
@@ -77,7 +78,10 @@ class NF4LinearQuantizer(HfQuantizer):
     def __init__(self, quantization_config: NF4LinearConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config, **kwargs)
         self.source_file: Path | None = None  # nf4linear_source.json of the folder the model came from
+        self._folder: Path | None = None  # where its weights are read from
         self._to_quantize: frozenset[str] = frozenset()  # layers of a plain checkpoint
+        if not self.pre_quantized:
+            quantization_config.rules()  # early; what a checkpoint says is checked when its folder is known
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         if Version(transformers.__version__).release < Version(MINIMUM_TRANSFORMERS).release:
@@ -103,7 +107,9 @@ class NF4LinearQuantizer(HfQuantizer):
             self._to_quantize = self._select(model)
             return model
         shapes = {}
-        for names, module, spec in layers_to_pack(model, self.quantization_config.rules()):
+        self._folder = Path(checkpoint_files[0]).parent if checkpoint_files else None
+        where = "config.json" if self._folder is None else str(self._folder / "config.json")
+        for names, module, spec in layers_to_pack(model, self.quantization_config.rules(where)):
             layer = PackedLinear.from_spec(spec, bias=module.bias is not None, device="meta", dtype=dtype)
             layer.layer_name, layer.source_cls = names[0], type(module)
             swap_layer(model, names, module, layer)
@@ -129,7 +135,7 @@ class NF4LinearQuantizer(HfQuantizer):
         """Read the headers first: transformers itself only warns of missing and surplus tensors."""
         if not checkpoint_files:
             return
-        folder = Path(checkpoint_files[0]).parent
+        folder = self._folder
         if checkpoint_files[0].endswith(".safetensors") and (folder / "config.json").is_file():
             validate_packed(folder, shapes, [Path(file).name for file in checkpoint_files])
         if (folder / SOURCE_FILE).is_file():
@@ -140,10 +146,11 @@ class NF4LinearQuantizer(HfQuantizer):
             layer.layer_name = name
             if layer.qweight.is_meta or hasattr(layer, "_hf_hook"):
                 continue  # offloaded: accelerate brings the tensors when they are needed
+            where = name if self._folder is None else f"{self._folder}: layer {name!r}"
             for part, parameter in layer.named_parameters(recurse=False):
                 if not getattr(parameter, "_is_hf_initialized", False):
-                    raise ValueError(f"{name}: tensor {part!r} is missing in the checkpoint; pack it again")
-            check_packed(layer.spec, layer.packed(), name)
+                    raise ValueError(f"{where}: tensor {part!r} is missing in the checkpoint; pack it again")
+            check_packed(layer.spec, layer.packed(), where)
         if not self.pre_quantized:
             described = describe_quantization(model)
             self.quantization_config.modules = described["modules"]

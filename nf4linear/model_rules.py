@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from .checkpoint.packed import ModuleRules, make_config
-from .formats import WeightSpec, spec_from_config
+from .checkpoint.shards import CheckpointError
+from .formats import WeightSpec
 from .linear import PackedLinear
 from .plain import is_linear, is_plain, out_in_features
 from .select import places
@@ -46,8 +47,8 @@ def layers_to_pack(model: nn.Module, rules: ModuleRules) -> Iterator[tuple[tuple
         default = rules.modules.get("default")
         entry = next((entry for entry in entries if entry is not default), default)
         if entry is None:
-            raise ValueError(f"config.json: quantization_config.modules has no format for {names[0]!r} and no default")
-        yield names, module, spec_from_config(entry, *out_in_features(module))
+            raise CheckpointError(f"{rules.where}: no format for layer {names[0]!r} and no default")
+        yield names, module, rules.spec(names[0], entry, *out_in_features(module))
 
 
 def aliases(model: nn.Module, name: str) -> tuple[str, ...]:

@@ -157,7 +157,16 @@ DAMAGE_PACKED = {
     ),
     "absmax_q as floats": (put(".absmax_q", lambda t: t.float()), r"absmax_q' is F32"),
     "offset in 16 bit": (put(".nested_offset", lambda t: t.bfloat16()), r"nested_offset' is BF16 \[\], expected F32"),
-    "offset not finite": (put(".nested_offset", lambda t: t / 0), r"nested_offset' is not finite"),
+    "offset not finite": (
+        put(".nested_offset", lambda t: t / 0),
+        r"nested_offset' of layer .*q_proj' holds NaN or infinity",
+    ),
+    "code scaled": (
+        put(".code", lambda t: t * 1.1),
+        r"model.safetensors: key '.*code' of layer .* is not the nf4 table",
+    ),
+    "nested_code infinite": (put(".nested_code", lambda t: t * torch.inf), r"nested_code' of layer .* holds NaN"),
+    "nested_absmax NaN": (put(".nested_absmax", lambda t: t * torch.nan), r"nested_absmax' of layer .* holds NaN"),
     "surplus statistic": (lambda h: h.update({Q_PROJ + ".scale": torch.ones(64)}), r"q_proj.scale' does not belong"),
     "plain weight beside": (lambda h: h.update({Q_PROJ + ".weight": torch.ones(64, 64)}), r"q_proj.weight' is a plain"),
 }

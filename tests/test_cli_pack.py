@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +13,8 @@ from typer.testing import CliRunner
 
 from checkpoints import NF4, Q_PROJ, edit, files, save_bnb, save_plain
 from nf4linear import checkpoint
+from nf4linear.checkpoint import pack_checkpoint
+from nf4linear.checkpoint.writer import OutputFolder
 from nf4linear.cli.main import COMMANDS, app
 from nf4linear.sizes import parse_size
 
@@ -74,6 +77,27 @@ def test_a_stopped_run_says_how_to_go_on(nf4, tmp_path, monkeypatch):
 
     monkeypatch.setattr(checkpoint, "pack_checkpoint", stop)
     assert "goes on" in run("pack", nf4, tmp_path / "packed", code=130)
+
+
+def test_a_finished_run_that_goes_on_draws_one_line_in_80_columns(nf4, tmp_path, monkeypatch, capsys):
+    def stop(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("FORCE_COLOR", "1")  # draw as on a terminal
+    with monkeypatch.context() as patched:
+        patched.setattr(OutputFolder, "_publish", stop)
+        with pytest.raises(KeyboardInterrupt):
+            pack_checkpoint(nf4, tmp_path / "packed", max_shard_size="60KB", progress=False)
+    capsys.readouterr()
+    pack_checkpoint(nf4, tmp_path / "packed", max_shard_size="60KB")
+    drawn = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", drawn) if line.strip()]
+    shards = sorted(path.name for path in (tmp_path / "packed").glob("*.safetensors"))
+    assert len(shards) > 1 and all(f"{shard}: complete from an earlier run" in lines for shard in shards)
+    last = lines[-1]
+    assert len(last) <= 80 and last.startswith("Packing model-0000") and last.endswith("0:00:00")
+    assert re.search(r"([\d.]+)/\1 kB", last), last
 
 
 def test_hub_name_is_downloaded(nf4, tmp_path, monkeypatch):

@@ -12,6 +12,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+from typer.testing import CliRunner
+
+from nf4linear.cli.main import app
 
 
 @pytest.fixture(scope="module")
@@ -51,6 +54,12 @@ def test_a_text_of_two_tokens_gives_json(model, tmp_path):
     run("perplexity", model, "--text", tmp_path / "text", "--window", "16", "--json", tmp_path / "scores", code=0)
     row = json.loads((tmp_path / "scores").read_text(), parse_constant=pytest.fail)["rows"][0]
     assert row["perplexity"] > 1 and row["standard_error"] is None
+
+
+def test_a_data_set_without_its_package_names_the_extra(model, monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    done = CliRunner().invoke(app, ["perplexity", str(model), "--dataset", "wikitext", "--window", "16"])
+    assert done.exit_code == 1 and "pip install 'nf4linear[datasets]'" in done.output
 
 
 def test_text_that_is_none_is_named(model, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -227,16 +228,18 @@ def test_damaged_weights_are_refused_by_name(damaged, change, words):
     edit_tensors(damaged, change)
     with pytest.raises((ValueError, RuntimeError)) as caught:
         load(damaged)
-    assert all(word in str(caught.value) for word in words), caught.value
+    assert all(word in str(caught.value) for word in [str(damaged), *words]), caught.value
 
 
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        (lambda c: c.update(format_version=99), "99"),
+        (lambda c: c.update(format_version=99), "format_version is 99"),
         (lambda c: c.pop("format_version"), "format_version"),
-        (lambda c: c.update(modules={"default": {"format": "nf3"}}), "nf3"),
-        (lambda c: c.update(modules={"default": {"format": "nf4", "blocksize": 48}}), "48"),
+        (lambda c: c.update(modules=None), "modules must map names"),
+        (lambda c: c.update(modules={"default": {"format": "nf3"}}), "modules['default']: unknown weight format 'nf3'"),
+        (lambda c: c.update(modules={"default": {"format": "nf4", "blocksize": 48}}), "modules['default']: blocksize"),
+        (lambda c: c["modules"].update({KEY: {"format": "nf4", "blocksize": 48}}), f"modules['{KEY}']: blocksize"),
         (lambda c: c.update(modules={"default": {"format": "nf4", "blocksize": 128}}), "model.layers"),
         (lambda c: c.update(modules={"default": {"format": "w8_s8"}}), "model.layers"),
         (lambda c: c.update(modules_to_not_convert="lm_head"), "modules_to_not_convert"),
@@ -245,8 +248,15 @@ def test_damaged_weights_are_refused_by_name(damaged, change, words):
 )
 def test_configs_that_do_not_fit_are_refused(damaged, change, word):
     edit_config(damaged, change)
-    with pytest.raises(ValueError, match=word.replace(".", r"\.")):
+    with pytest.raises(ValueError, match=re.escape(word)) as caught:
         load(damaged)
+    assert str(damaged) in str(caught.value)
+
+
+def test_bad_modules_of_a_plain_model_are_refused_before_it_loads(tiny):
+    config = NF4LinearConfig(modules={"default": {"format": "nf4", "blocksize": 48}})
+    with pytest.raises(ValueError, match=r"quantization_config: modules\['default'\]: blocksize must be one of"):
+        load(tiny(), quantization_config=config)
 
 
 def test_rules_that_leave_a_layer_of_a_plain_model_without_a_format_are_refused(tiny):

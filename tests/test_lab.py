@@ -4,6 +4,7 @@ import json
 import shutil
 import struct
 import subprocess
+import zlib
 from pathlib import Path
 
 import pytest
@@ -122,6 +123,9 @@ DAMAGED = {
     "other blocksize": set_field(32, "I", 64),
     "nested blocksize 128": set_field(36, "I", 128),
     "nested blocksize 0": set_field(36, "I", 0),
+    "offset NaN": set_field(40, "f", float("nan")),
+    "offset infinite": set_field(40, "f", float("-inf")),
+    "other offset": set_field(40, "f", 0.25),
     "other checksum": flip_bit(44),
     "payload size": set_field(48, "Q", 7),
     "huge payload size": set_field(48, "Q", 2**64 - 1),
@@ -143,6 +147,50 @@ def test_damaged_files_are_refused_by_both_readers(checker, name, tmp_path):
         weight_file.read(path)
     done = check(checker, path)
     assert done.returncode == 1 and "damaged.bin: " in done.stderr, done
+
+
+def test_every_byte_of_the_header_counts(checker, tmp_path):
+    """Each of the 64 bytes in turn has one bit, then all bits, flipped."""
+    path = tmp_path / "damaged.bin"
+    weight_file.write(path, fresh())
+    whole = path.read_bytes()
+    for at in range(64):
+        for bits in (1, 0xFF):
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ bits]) + whole[at + 1 :])
+            with pytest.raises(weight_file.DamagedFileError):
+                weight_file.read(path)
+            assert check(checker, path).returncode == 1, (at, bits)
+    path.write_bytes(whole)
+    assert check(checker, path).returncode == 0
+
+
+def sealed(data: bytearray) -> bytearray:
+    """`data` with the checksum that fits it."""
+    data[44:48] = bytes(4)
+    data[44:48] = zlib.crc32(data).to_bytes(4, "little")
+    return data
+
+
+@pytest.mark.parametrize("offset", [float("nan"), float("inf")])
+def test_an_offset_that_is_not_finite_is_refused_even_with_its_checksum(checker, offset, tmp_path):
+    path = tmp_path / "w.bin"
+    weight_file.write(path, fresh())
+    data = bytearray(path.read_bytes())
+    assert sealed(bytearray(data)) == data
+    set_field(40, "f", offset)(data)
+    path.write_bytes(sealed(data))
+    with pytest.raises(weight_file.DamagedFileError, match=f"the offset is {offset}"):
+        weight_file.read(path)
+    done = check(checker, path)
+    assert done.returncode == 1 and "the offset is not a finite number" in done.stderr
+
+
+def test_an_offset_that_is_not_finite_is_not_written(tmp_path):
+    weight = fresh()
+    weight.canonical["nested_offset"].fill_(float("inf"))
+    with pytest.raises(ValueError, match=r"w\.bin: the weight's nested_offset is inf"):
+        weight_file.write(tmp_path / "w.bin", weight)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_missing_file_is_named(checker, tmp_path):
@@ -186,7 +234,9 @@ def test_the_published_times_give_the_published_tables():
     assert [line.split(" | ")[4] for line in lines[2:6]] == ["1.00", "1.44", "1.75", "2.64"]
     assert lines[5].split(" | ")[-1].startswith("1.13")
     interactions = [line.split(" | ")[3] for line in tables.interaction_table(rows(published | alone)).splitlines()[2:]]
-    assert interactions == ["1.00", "1.11", "1.47"]  # the report, from unrounded times: 1.00, 1.12, 1.48
+    assert interactions == ["1.00", "1.11", "1.47"]  # from rounded times; the report's own are in the last column
+    last = [line.split(" | ")[-1] for line in tables.interaction_table(rows(published | alone)).splitlines()[2:]]
+    assert last == ["1.00 |", "1.12 |", "1.48 |"]
 
 
 def test_chart(tmp_path):

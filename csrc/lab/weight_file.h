@@ -9,8 +9,8 @@
 //       16  uint64    rows            24  uint64    columns
 //       32  uint32    blocksize, a power of two 32..4096
 //       36  uint32    nested blocksize, 256
-//       40  float32   offset added to every decoded scale
-//       44  uint32    CRC-32 (that of zlib) of everything after the header
+//       40  float32   offset added to every decoded scale, finite
+//       44  uint32    CRC-32 (that of zlib) of the whole file with this field taken as 0
 //       48  uint64    bytes after the header
 //       56  uint64    reserved, 0
 //
@@ -22,6 +22,7 @@
 // nf4linear/lab/weight_file.py is the writer and the other reader. A file that differs in anything is refused.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <string.h>
@@ -41,6 +42,7 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "fields are copied as t
 constexpr char MAGIC[8] = {'N', 'F', '4', 'L', 'A', 'B', '\r', '\n'};
 constexpr uint32_t VERSION = 1;
 constexpr size_t HEADER_BYTES = 64;
+constexpr size_t CHECKSUM_AT = 44;
 constexpr uint64_t MAX_ELEMENTS = uint64_t(1) << 40;  // so that no size below overflows
 constexpr uint32_t CODE2_SIZE = 256;
 
@@ -68,8 +70,8 @@ struct DamagedFile : std::runtime_error {
   using std::runtime_error::runtime_error;
 };
 
-
-inline uint32_t crc32(const uint8_t* data, size_t size) {
+// CRC-32 of `size` bytes; `before` is that of the bytes before them, as in zlib.
+inline uint32_t crc32(const uint8_t* data, size_t size, uint32_t before = 0) {
   static const std::array<uint32_t, 256> table = [] {
     std::array<uint32_t, 256> t{};
     for (uint32_t byte = 0; byte < 256; ++byte) {
@@ -78,7 +80,7 @@ inline uint32_t crc32(const uint8_t* data, size_t size) {
     }
     return t;
   }();
-  uint32_t crc = 0xffffffffu;
+  uint32_t crc = ~before;
   for (size_t i = 0; i < size; ++i) crc = table[(crc ^ data[i]) & 0xff] ^ crc >> 8;
   return ~crc;
 }
@@ -131,6 +133,7 @@ inline void parse_header(const std::vector<uint8_t>& bytes, WeightFile& w) {
   w.nested_blocksize = field<uint32_t>(bytes, 36);
   if (w.nested_blocksize != 256) throw DamagedFile(got_want("nested blocksize", w.nested_blocksize, "256"));
   w.offset = field<float>(bytes, 40);
+  if (!isfinite(w.offset)) throw DamagedFile("the offset is not a finite number");
   if (field<uint64_t>(bytes, 56) != 0) throw DamagedFile("the reserved header field is not 0");
 }
 
@@ -145,6 +148,13 @@ inline std::vector<float> table(const uint8_t* data, size_t size, uint32_t type)
   return values;
 }
 
+// CRC-32 of the whole file with its own field taken as 0.
+inline uint32_t checksum(const std::vector<uint8_t>& bytes) {
+  std::vector<uint8_t> header(bytes.begin(), bytes.begin() + HEADER_BYTES);
+  memset(header.data() + CHECKSUM_AT, 0, sizeof(uint32_t));
+  return crc32(bytes.data() + HEADER_BYTES, bytes.size() - HEADER_BYTES, crc32(header.data(), header.size()));
+}
+
 inline WeightFile parse(const std::vector<uint8_t>& bytes) {
   WeightFile w;
   parse_header(bytes, w);
@@ -155,8 +165,10 @@ inline WeightFile parse(const std::vector<uint8_t>& bytes) {
   if (bytes.size() != HEADER_BYTES + payload) {
     throw DamagedFile(got_want("file size", bytes.size(), std::to_string(HEADER_BYTES + payload) + " bytes"));
   }
+  if (checksum(bytes) != field<uint32_t>(bytes, CHECKSUM_AT)) {
+    throw DamagedFile("checksum mismatch: the file is damaged; write it again with `nf4linear lab generate`");
+  }
   const uint8_t* at = bytes.data() + HEADER_BYTES;
-  if (crc32(at, payload) != field<uint32_t>(bytes, 44)) throw DamagedFile("checksum mismatch: the data is damaged");
   w.codes.assign(at, at + (w.numel() + 1) / 2);
   at += w.codes.size();
   w.absmax_q.assign(at, at + w.blocks());

@@ -1,4 +1,4 @@
-"""describe: what a checkpoint folder holds, from its headers alone."""
+"""describe: what a checkpoint folder holds, from its headers, and whether its scales and tables can be."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class Description:
     """A folder in figures: `kind` is "packed", "bitsandbytes" or "plain"; sizes are bytes of tensors.
 
     `bits_per_weight` counts codes and all scales of the quantized layers; None when nothing is quantized.
-    `problems` are messages; an empty list says that headers, index and config.json fit together.
+    `problems` are messages; an empty list says that headers, index and config.json fit together
+    and that the scales and tables of a packed checkpoint are sound.
     """
 
     path: str
@@ -42,7 +43,7 @@ class Description:
 
 
 def describe(path: str | Path) -> Description:
-    """Describe a folder with a packed, bitsandbytes or plain checkpoint; no weights are read.
+    """Describe a folder with a packed, bitsandbytes or plain checkpoint. Of weights, only packed scales are read.
 
     Raises CheckpointError when the folder cannot be read at all; smaller faults are `problems` of the result.
     """

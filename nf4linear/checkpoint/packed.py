@@ -10,10 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from ..formats import FORMAT_VERSION, PACKED_NAMES, TensorSpec, WeightSpec, spec_from_config
+from ..formats import FORMAT_VERSION, PACKED_NAMES, WeightSpec, check_config_entry, spec_from_config, table_fault
 from ..version import installed_version
 from .shards import DTYPE_NAMES, Checkpoint, CheckpointError, read_json
 
@@ -28,10 +27,29 @@ _COMMON_NAMES = frozenset({"scale", "code"})
 
 @dataclass(frozen=True)
 class ModuleRules:
-    """Which format each layer has: `modules` and `modules_to_not_convert` of a quantization_config."""
+    """Which format each layer has: `modules` and `modules_to_not_convert` of a quantization_config.
+
+    `where` is the file they come from, for messages.
+    """
 
     modules: Mapping[str, Mapping[str, Any]]
     not_converted: tuple[str, ...] = ()
+    where: str = "quantization_config"
+
+    def check_entries(self) -> None:
+        """Raise CheckpointError naming the key of an entry that this version cannot read."""
+        for key, entry in self.modules.items():
+            try:
+                check_config_entry(entry)
+            except (ValueError, TypeError) as error:
+                raise CheckpointError(f"{self.where}: modules[{key!r}]: {error}") from error
+
+    def spec(self, name: str, entry: Mapping[str, Any], n: int, k: int) -> WeightSpec:
+        """The spec of layer `name`, a weight [n, k], with `entry`. Raises CheckpointError if they do not fit."""
+        try:
+            return spec_from_config(entry, n, k)
+        except (ValueError, TypeError) as error:
+            raise CheckpointError(f"{self.where}: layer {name!r}: {error}") from error
 
     def entry(self, name: str) -> Mapping[str, Any] | None:
         """The entry of layer `name`: its exact name, else the longest glob that matches, else "default"."""
@@ -66,7 +84,7 @@ def parse_config(config: Mapping[str, Any], where: str) -> ModuleRules:
     skipped = quantization.get("modules_to_not_convert") or []
     if not isinstance(skipped, list) or not all(isinstance(name, str) for name in skipped):
         raise CheckpointError(f"{where}: modules_to_not_convert must be a list of names; got {skipped!r}")
-    return ModuleRules(modules, tuple(skipped))
+    return ModuleRules(modules, tuple(skipped), where)
 
 
 def make_config(specs: Mapping[str, WeightSpec], not_converted: Sequence[str]) -> dict[str, Any]:
@@ -159,13 +177,8 @@ class PackedFolder:
         """The spec of a layer, None if its shape is not known. Raises CheckpointError if its entry is not readable."""
         entry = self.rules.entry(name)
         if entry is None:
-            raise CheckpointError(f"{self.folder / 'config.json'}: no format for layer {name!r} and no default")
-        if name not in self._shapes:
-            return None
-        try:
-            return spec_from_config(entry, *self._shapes[name])
-        except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{self.folder / 'config.json'}: layer {name!r}: {error}") from error
+            raise CheckpointError(f"{self.rules.where}: no format for layer {name!r} and no default")
+        return self.rules.spec(name, entry, *self._shapes[name]) if name in self._shapes else None
 
     def known_spec(self, name: str) -> WeightSpec:
         """The spec of a layer; raises CheckpointError if nothing says what shape it has."""
@@ -196,7 +209,7 @@ class PackedFolder:
             raise CheckpointError("\n".join(problems[:5]) + more)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the headers, a message each; reads no weights, only the 4-byte nested offsets."""
+        """What is wrong with the headers and the values of scales and tables, a message each; reads no codes."""
         for shard in self.checkpoint.shards:
             version = (shard.metadata or {}).get(VERSION_KEY, str(FORMAT_VERSION))
             if version != str(FORMAT_VERSION):
@@ -211,28 +224,27 @@ class PackedFolder:
                 yield str(error)
                 continue
             if spec is not None:
-                expected = spec.packed_tensors()
-                expected_keys |= {f"{name}.{part}" for part in expected}
-                yield from self._layer_problems(name, expected)
+                expected_keys |= {f"{name}.{part}" for part in spec.packed_tensors()}
+                yield from self._layer_problems(name, spec)
         yield from self._surplus(expected_keys)
         for name in sorted(set(self._shapes) - set(self.layers)):
             if self.rules.entry(name) is not None and self.source and name in self.source.layers:
                 yield f"{self.folder}: layer {name!r} lacks {name + '.qweight'!r}; the checkpoint is incomplete"
 
-    def _layer_problems(self, name: str, expected: Mapping[str, TensorSpec]) -> Iterator[str]:
-        for part, spec in expected.items():
+    def _layer_problems(self, name: str, spec: WeightSpec) -> Iterator[str]:
+        for part, expected in spec.packed_tensors().items():
             key = f"{name}.{part}"
             if key not in self.checkpoint:
                 yield f"{self.folder}: layer {name!r} lacks {key!r}; the checkpoint is incomplete"
                 continue
             entry = self.checkpoint.entry(key)
-            if (entry.dtype, entry.shape) != (DTYPE_NAMES[spec.dtype], spec.shape):
+            if (entry.dtype, entry.shape) != (DTYPE_NAMES[expected.dtype], expected.shape):
                 yield (
                     f"{self.checkpoint.locate(key)} is {entry.dtype} {list(entry.shape)}, "
-                    f"expected {DTYPE_NAMES[spec.dtype]} {list(spec.shape)}"
+                    f"expected {DTYPE_NAMES[expected.dtype]} {list(expected.shape)}"
                 )
-            elif part == "nested_offset" and not torch.isfinite(self.checkpoint.tensor(key)):
-                yield f"{self.checkpoint.locate(key)} is not finite; the file is damaged, pack it again"
+            elif expected.dtype.is_floating_point and (fault := table_fault(spec, part, self.checkpoint.tensor(key))):
+                yield f"{self.checkpoint.locate(key)} of layer {name!r} {fault}"
 
     def _surplus(self, expected: set[str]) -> Iterator[str]:
         packed = self._layer_set
@@ -249,7 +261,7 @@ class PackedFolder:
 def validate_packed(
     folder: str | Path, shapes: Mapping[str, tuple[int, int]] | None = None, files: Sequence[str] | None = None
 ) -> None:
-    """Check the headers of a packed folder before anything is loaded from it.
+    """Check the headers, scales and tables of a packed folder before anything is loaded from it.
 
     `shapes`, if given, maps layer names to (out_features, in_features) as the model has them; otherwise
     nf4linear_source.json serves; `files`, if given, names the weight files.

@@ -40,6 +40,11 @@ class ShardPlan:
     units: Sequence[Unit]
 
     @property
+    def title(self) -> str:
+        """The name as a progress bar has room for it."""
+        return self.name.removesuffix(".safetensors")
+
+    @property
     def nbytes(self) -> int:
         return self.entries[-1].end if self.entries else 0
 
@@ -84,12 +89,13 @@ def write_shards(out: OutputFolder, shards: Sequence[ShardPlan], source: Checkpo
     """Write every shard an earlier run has not finished. At any time one layer is in memory."""
     for shard in shards:
         if out.has(shard.name):
-            progress.advance(shard.nbytes, f"{shard.name} was complete")
+            progress.note(f"{shard.name}: complete from an earlier run")
+            progress.advance(shard.nbytes, shard.title)
             continue
         with ShardWriter(out.partial / shard.name, shard.entries, shard.metadata) as writer:
             for unit in shard.units:
                 _write_unit(writer, unit, source)
-                progress.advance(unit.nbytes, shard.name)
+                progress.advance(unit.nbytes, shard.title)
 
 
 def _write_unit(writer: ShardWriter, unit: Unit, source: Checkpoint) -> None:

@@ -21,7 +21,7 @@ def info(
     path: Annotated[str, typer.Argument(metavar="PATH", help="Folder of a packed, bitsandbytes or plain model.")],
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
 ) -> None:
-    """Say what a checkpoint folder holds and whether it is sound; reads headers, no weights.
+    """Say what a checkpoint folder holds and whether it is sound; reads headers, scales and tables.
 
     Exit status 1 if problems were found.
     """

@@ -98,7 +98,7 @@ def _read_text(text: Path | None, dataset: str | None) -> str:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise LoadError(f"--dataset {dataset} needs the datasets package: pip install datasets") from error
+        raise LoadError(f"--dataset {dataset} needs the datasets package: pip install 'nf4linear[datasets]'") from error
     path, name, split = DATASETS[dataset]
     # The customary form of this benchmark: all lines of the test split in one text.
     return "\n\n".join(load_dataset(path, name, split=split)["text"])

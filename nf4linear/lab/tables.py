@@ -11,7 +11,8 @@ from .program import LADDER
 
 # The speed-ups over V0 of the published ladder (A100-SXM4-80GB, 4096 x 4096, fp16, blocksize 64).
 PUBLISHED = {"v0": 1.00, "v1": 1.44, "v2": 1.75, "v3": 2.64}
-PUBLISHED_ALONE = {"v1": 1.44, "vectors_alone": 1.09, "shifts_alone": 1.03}
+# The published interactions, which come from unrounded times: the rounded speed-ups would give 1.11 and 1.46.
+PUBLISHED_INTERACTION = {"v1": 1.00, "v2": 1.12, "v3": 1.48}
 # Ladder step, the stage before it, and the same optimisation alone on V0.
 STEPS = (("v1", "v0", "v1"), ("v2", "v1", "vectors_alone"), ("v3", "v2", "shifts_alone"))
 
@@ -57,10 +58,8 @@ def interaction_table(rows: Sequence[Row]) -> str:
     cells = []
     for stage, before, alone in STEPS:
         in_ladder, by_itself = us[before] / us[stage], us["v0"] / us[alone]
-        published = PUBLISHED[stage] / PUBLISHED[before] / PUBLISHED_ALONE[alone]
-        cells.append(
-            (stage, f"{by_itself:.2f}", f"{in_ladder:.2f}", f"{in_ladder / by_itself:.2f}", f"{published:.2f}")
-        )
+        figures = (by_itself, in_ladder, in_ladder / by_itself, PUBLISHED_INTERACTION[stage])
+        cells.append((stage, *(f"{figure:.2f}" for figure in figures)))
     return markdown(["optimisation of", "alone on V0", "in the ladder", "interaction", "published (A100)"], cells)
 
 

@@ -1,11 +1,13 @@
 """The laboratory's binary file: one NF4 weight with double quantization. Layout: csrc/lab/weight_file.h.
 
 Version 1 is a 64-byte little-endian header (magic, version, table type, rows, columns, blocksize, nested blocksize,
-offset, CRC-32 of the rest, size of the rest, 0), then codes, absmax_q, absmax2 and code2 without gaps.
+offset, CRC-32 of the whole file with this field as 0, size of the rest, 0), then codes, absmax_q, absmax2 and code2
+without gaps.
 """
 
 from __future__ import annotations
 
+import math
 import struct
 import zlib
 from dataclasses import dataclass
@@ -21,6 +23,7 @@ VERSION = 1
 HEADER = struct.Struct("<8sIIQQIIfIQQ")
 TABLE_TYPES = {"fp32": torch.float32, "fp16": torch.float16}  # in the order of their codes 0, 1
 CODE2_SIZE = 256
+CHECKSUM = slice(44, 48)  # of the header
 
 
 class DamagedFileError(ValueError):
@@ -52,18 +55,24 @@ def with_tables(spec: FourBitSpec, canonical: dict[str, Tensor], tables: str) ->
 
 
 def write(path: Path, weight: LabWeight) -> None:
-    """Write the file; under a temporary name first, so that a reader never sees half of it."""
+    """Write the file; under a temporary name first, so that a reader never sees half of it.
+
+    Raises ValueError for an offset that is not finite, which no reader takes.
+    """
     spec, t, table_type = weight.spec, weight.canonical, TABLE_TYPES[weight.tables]
     sections = (t["codes"], t["absmax"], t["nested_absmax"].to(table_type), t["nested_code"].to(table_type))
     payload = b"".join(section.contiguous().view(torch.uint8).numpy().tobytes() for section in sections)
-    code = list(TABLE_TYPES).index(weight.tables)
+    code, offset = list(TABLE_TYPES).index(weight.tables), t["nested_offset"].item()
+    if not math.isfinite(offset):
+        raise ValueError(f"{path}: the weight's nested_offset is {offset}, expected a finite number")
     header = HEADER.pack(
-        MAGIC, VERSION, code, spec.n, spec.k, spec.blocksize, NESTED_BLOCKSIZE,
-        t["nested_offset"].item(), zlib.crc32(payload), len(payload), 0,
-    )  # fmt: skip
+        MAGIC, VERSION, code, spec.n, spec.k, spec.blocksize, NESTED_BLOCKSIZE, offset, 0, len(payload), 0
+    )
+    data = bytearray(header + payload)
+    data[CHECKSUM] = _checksum(data).to_bytes(4, "little")
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + ".part")
-    temporary.write_bytes(header + payload)
+    temporary.write_bytes(data)
     temporary.replace(path)
 
 
@@ -91,6 +100,8 @@ def _parse(data: bytes) -> LabWeight:
         spec = FourBitSpec("nf4", rows, columns, blocksize)
     except ValueError as error:
         raise DamagedFileError(str(error)) from None
+    if not math.isfinite(offset):
+        raise DamagedFileError(f"the offset is {offset}, expected a finite number")
     tables = list(TABLE_TYPES)[code]
     item = TABLE_TYPES[tables].itemsize
     sizes = [-(-rows * columns // 2), spec.blocks, spec.nested_groups * item, CODE2_SIZE * item]
@@ -99,8 +110,8 @@ def _parse(data: bytes) -> LabWeight:
             f"the header says {size} bytes of data and the file has {len(data) - HEADER.size}; "
             f"{rows} x {columns} with blocksize {blocksize} takes {sum(sizes)}"
         )
-    if zlib.crc32(memoryview(data)[HEADER.size :]) != crc:
-        raise DamagedFileError("checksum mismatch: the data is damaged")
+    if _checksum(data) != crc:
+        raise DamagedFileError("checksum mismatch: the file is damaged; write it again with `nf4linear lab generate`")
     codes, absmax, absmax2, code2 = _sections(data, sizes)
     return LabWeight(
         spec,
@@ -114,6 +125,13 @@ def _parse(data: bytes) -> LabWeight:
         },
         tables,
     )
+
+
+def _checksum(data: bytes | bytearray) -> int:
+    """CRC-32 of a whole file with its own field taken as 0."""
+    header = bytearray(data[: HEADER.size])
+    header[CHECKSUM] = bytes(4)
+    return zlib.crc32(memoryview(data)[HEADER.size :], zlib.crc32(header))
 
 
 def _sections(data: bytes, sizes: list[int]) -> list[Tensor]:

@@ -8,7 +8,7 @@ import torch
 from test_small_batch import DEPENDENT, DTYPES, PLAIN, ROUNDING, capture, launch, relative_error
 from test_small_wgmma import random_weight
 
-from nf4linear import native, ops, reference, reorder
+from nf4linear import native, ops, reference, reorder, selfcheck
 from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
@@ -154,6 +154,12 @@ def test_shards_find_their_second_level_scales(library, blocksize):
             y = torch.full((part.k, part.n), torch.nan, device="cuda", dtype=torch.float16)
             assert library.linear(shard, x, None, y, tuned(shape))
             assert torch.equal(y.T, whole[n0:n1, k0:k1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_self_check_covers_it(library, dtype):
+    assert selfcheck._error(library, selfcheck.PROMPT_SPECS[FourBitSpec], 0, dtype, selfcheck.PROMPT_TOKENS) > 0
+    assert selfcheck.fused_allowed(library, 0, dtype)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
