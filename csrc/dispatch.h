@@ -74,8 +74,9 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {65, 96, 0, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
     {97, 128, 0, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
 };
-// A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
-constexpr int LEAST_UNITS = 2;
+// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less: the sums of many blocks would
+// take longer than their work.
+constexpr int LEAST_TILES = 8;
 
 // What the prefill engine takes: no less than was measured to be faster than dequantize + GEMM. Beyond the last number of
 // tokens, where a weight is decoded once for each 256 of them, to dequantize it first costs less: 28672x4096, 1024 tokens 336
@@ -156,7 +157,7 @@ struct Picker {
     for (const WgmmaRow& row : WGMMA_TABLE) {
       if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first) continue;
       if (weights < row.weights_first || weights > row.weights_last) continue;
-      return small_wgmma(row.shape, LEAST_UNITS);
+      return small_wgmma(row.shape, LEAST_TILES / SMALL_WGMMA_SHAPES[row.shape].burst);
     }
     return false;
   }
