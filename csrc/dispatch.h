@@ -7,6 +7,8 @@
 
 #include <stdint.h>
 
+#include "device_info.h"
+#include "dispatch_w8.h"
 #include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
@@ -15,15 +17,8 @@
 
 namespace nf4l {
 
-struct DeviceInfo {
-  int arch;          // 80, 86, 89, 90, ...
-  int sms;
-  int shared_bytes;  // most that one block may use
-  bool wgmma;        // the library holds code for this very GPU that may use it
-};
-
-// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine
-enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma };
+// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, gemm_w8 };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -93,6 +88,8 @@ struct Launch {
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
   GemmPlan gemm_wgmma = {};
+  GemmW8Plan gemm_w8 = {};
+  SmallW8Plan small_w8 = {};
 };
 
 // Slices of the inputs that a row asks for.
@@ -182,9 +179,17 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
     launch.engine = Engine::nothing;
     return launch;
   }
-  const bool four_bit = w.format == NF4L_NF4 || w.format == NF4L_FP4;
-  if (!four_bit || w.layout != NF4L_TILE16X64 || a.dtype == NF4L_F32) return launch;
+  if (a.dtype == NF4L_F32) return launch;
   if (!aligned(a.x, 16) || (a.m > 1 && a.x_stride % 8)) return launch;  // activations are copied 16 bytes at a time
+  if (w.layout == NF4L_TILE16X32) {
+    const W8Launch picked = pick_w8(device, w, a);
+    if (picked.engine == W8Launch::small) launch.engine = Engine::small_w8;
+    if (picked.engine == W8Launch::gemm) launch.engine = Engine::gemm_w8;
+    launch.small_w8 = picked.small_plan;
+    launch.gemm_w8 = picked.gemm_plan;
+  }
+  // Engines for 4-bit weights write y as it is.
+  if (w.layout != NF4L_TILE16X64 || a.flags & NF4L_TRANSPOSED_OUTPUT) return launch;
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);

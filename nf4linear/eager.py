@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import eager_cpu, native, selfcheck
-from .formats import FourBitSpec, WeightSpec
+from .formats import WeightSpec
 
 # Looked up once: between two layers of a model the tables of torch's modules leave the caches, and a name in them costs
 # more than the call.
@@ -155,15 +155,15 @@ def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> Bou
     """The weight bound for inputs like `x`; None where no fused kernel may take it."""
     if x.is_cpu:
         return eager_cpu.bind(spec, tensors, data_pointers(*tensors[:2]), x)
-    if x.dtype not in (torch.float16, torch.bfloat16) or not isinstance(spec, FourBitSpec):
+    if x.dtype not in (torch.float16, torch.bfloat16) or spec.layout == "flat":
         return None
-    if spec.layout != "tile16x64" or x.get_device() != torch.cuda.current_device():
+    if x.get_device() != torch.cuda.current_device():
         return None
     if any(t is not None and (t.device != x.device or not t.is_contiguous()) for t in tensors):
         return None
     if any(t.data_ptr() % 16 for t in tensors[:2]) or not eager_cpu.are_packed(spec, tensors):
         return None
     library = native.library("cuda")
-    if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype):
+    if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype, spec):
         return None
     return BoundWeight(spec, library, tensors, x.get_device(), x.dtype)

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 
 import nf4linear
 from demo_model import LAYERS, TEXT, load, logits, relative_error
@@ -98,6 +98,19 @@ def test_eight_bit_perplexity_is_within_a_hundredth_of_16_bit(demo_folders, demo
     assert ours.perplexity == pytest.approx(expected.perplexity, rel=1e-2)
 
 
+def test_an_int8_checkpoint_of_bitsandbytes_runs_weight_only(demo_folders, demo_tokens, tmp_path):
+    """The same codes and scales; bitsandbytes quantizes the activations too, which costs it perplexity."""
+    options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    theirs = AutoModelForCausalLM.from_pretrained(demo_folders[0], dtype="float32", **options)
+    theirs.save_pretrained(tmp_path / "int8")
+    nf4linear.pack_checkpoint(tmp_path / "int8", tmp_path / "packed", progress=False)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype="float32")
+    assert sum(isinstance(module, nf4linear.W8Linear) for module in ours.modules()) == LAYERS
+    tokens = demo_tokens[:513]
+    scores = [perplexity(model, tokens, window=512, stride=500).perplexity for model in (ours, theirs)]
+    assert scores[0] <= scores[1]
+
+
 def test_unpacking_gives_the_bitsandbytes_files_back_byte_for_byte(demo_folders, demo_packed, tmp_path):
     nf4linear.unpack_checkpoint(demo_packed, tmp_path / "back", progress=False)
     before = sorted(file.name for file in demo_folders[1].glob("*.safetensors"))
@@ -116,7 +129,7 @@ def test_tensors_mapped_from_a_file_are_aligned_for_the_native_library(demo_pack
 NEW_PROCESS = """
 import json, sys
 import nf4linear
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=sys.argv[2])
 assert "bitsandbytes" not in sys.modules

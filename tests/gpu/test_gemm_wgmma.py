@@ -158,7 +158,7 @@ def test_shards_find_their_second_level_scales(library, blocksize):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_self_check_covers_it(library, dtype):
-    assert selfcheck._error(library, selfcheck.PROMPT_SPEC, 0, dtype, selfcheck.PROMPT_TOKENS) > 0
+    assert selfcheck._error(library, selfcheck.PROMPT_SPECS[FourBitSpec], 0, dtype, selfcheck.PROMPT_TOKENS) > 0
     assert selfcheck.fused_allowed(library, 0, dtype)
 
 
