@@ -34,6 +34,12 @@ __device__ __forceinline__ uint32_t ld_shared_u8(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ uint16_t ld_shared_u16(uint32_t address) {
+  uint16_t v;
+  asm volatile("ld.shared.u16 %0, [%1];" : "=h"(v) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ uint32_t ld_shared_u32(uint32_t address) {
   uint32_t v;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
@@ -80,6 +86,8 @@ __device__ __forceinline__ void ld_if(uint2& v, const void* p, bool wanted) {
       : "l"(p), "r"(static_cast<int>(wanted)));
 }
 
+__device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
+
 // Asynchronous copies to shared memory. Where `wanted` is false, zeros are written and nothing is read.
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool wanted) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");
@@ -88,6 +96,25 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(wanted ? 16 : 0) : "memory");
 }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void cp_async_wait_group() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+// Returns when no more than `pending` of this thread's groups are under way; at most 8.
+__device__ __forceinline__ void cp_async_wait_group(int pending) {
+  switch (pending) {
+    case 0: return cp_async_wait_group<0>();
+    case 1: return cp_async_wait_group<1>();
+    case 2: return cp_async_wait_group<2>();
+    case 3: return cp_async_wait_group<3>();
+    case 4: return cp_async_wait_group<4>();
+    case 5: return cp_async_wait_group<5>();
+    case 6: return cp_async_wait_group<6>();
+    case 7: return cp_async_wait_group<7>();
+    default: return cp_async_wait_group<8>();
+  }
+}
 
 // A flag in global memory between blocks: what its writer did before is seen by whoever reads the new value.
 __device__ __forceinline__ void st_release_gpu(unsigned* p, unsigned v) {

@@ -77,4 +77,27 @@ struct PairTable {
   }
 };
 
+// The same for float32, exact: line e holds the two values of byte e sixteen times, 8 bytes each. A load of 8 bytes serves half
+// a warp at a time, whose lanes never meet in a bank.
+struct FloatPairTable {
+  static constexpr int LINE_BYTES = 256;
+  static constexpr int BYTES = 256 * LINE_BYTES;
+
+  // `THREADS` threads together; a barrier must follow.
+  template <int THREADS>
+  __device__ __forceinline__ static void fill(char* table, const float* centroids, int thread) {
+    for (int i = thread; i < 256 * 16; i += THREADS) {
+      const int byte = i / 16;
+      *reinterpret_cast<float2*>(table + byte * LINE_BYTES + i % 16 * 8) = {centroids[byte / 16], centroids[byte % 16]};
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t lane_address(int lane) { return mov_in_order(lane % 16 * 8); }
+
+  // The values of byte `i` of `word`: of its high nibble, then of its low one.
+  __device__ __forceinline__ static float2 look_up(uint32_t base, uint32_t word, uint32_t lane_address, int i) {
+    return ld_shared_f32x2(PairTable::address(base, word, lane_address, i));
+  }
+};
+
 }  // namespace nf4l

@@ -7,6 +7,9 @@
 
 #include <stdint.h>
 
+#include "device_info.h"
+#include "dispatch_w8.h"
+#include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
 #include "small_wgmma_plan.h"
@@ -14,15 +17,8 @@
 
 namespace nf4l {
 
-struct DeviceInfo {
-  int arch;          // 80, 86, 89, 90, ...
-  int sms;
-  int shared_bytes;  // most that one block may use
-  bool wgmma;        // the library holds code for this very GPU that may use it
-};
-
-// nothing: no tokens; gemm: dequantize, then the framework's
-enum class Engine { nothing, gemm, small_batch, small_wgmma };
+// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, gemm_w8 };
 
 constexpr int64_t ANY = INT64_MAX;
 
@@ -78,13 +74,22 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {65, 96, 0, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
     {97, 128, 0, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
 };
-// A block's share of a small weight, in units, and no less: the sums of many blocks would take longer than their work.
-constexpr int LEAST_UNITS = 2;
+// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less: the sums of many blocks would
+// take longer than their work.
+constexpr int LEAST_TILES = 8;
+
+// What the prefill engine takes: no less than was measured to be faster than dequantize + GEMM. Beyond the last number of
+// tokens, where a weight is decoded once for each 256 of them, to dequantize it first costs less: 28672x4096, 1024 tokens 336
+// (382), 2048 tokens 723 (719).
+constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 1536, GEMM_FIRST_WEIGHTS = 16'000'000;
 
 struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
+  GemmPlan gemm_wgmma = {};
+  GemmW8Plan gemm_w8 = {};
+  SmallW8Plan small_w8 = {};
 };
 
 // Slices of the inputs that a row asks for.
@@ -122,13 +127,29 @@ struct Picker {
     return true;
   }
 
-  // What the tuning flags ask for: a shape of the one engine, or behind those one of the other.
+  bool gemm_wgmma(int shape, bool cut) {
+    if (!device.wgmma) return false;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, cut, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  bool from_gemm_costs() {
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS || w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
+    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    launch.engine = Engine::gemm_wgmma;
+    return true;
+  }
+
+  // What the tuning flags ask for: a shape of one engine, or behind those one of the next.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_BATCH_SHAPE_COUNT) {
       return a.m <= SMALL_BATCH_SHAPES[shape].tokens && small_batch(shape, cut > 0 ? cut : 1);
     }
     shape -= SMALL_BATCH_SHAPE_COUNT;
-    return shape < SMALL_WGMMA_SHAPE_COUNT && a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    if (shape < SMALL_WGMMA_SHAPE_COUNT) return a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
+    shape -= SMALL_WGMMA_SHAPE_COUNT;
+    return shape < GEMM_SHAPE_COUNT && gemm_wgmma(shape, cut != 1);
   }
 
   bool from_wgmma_table() {
@@ -136,7 +157,7 @@ struct Picker {
     for (const WgmmaRow& row : WGMMA_TABLE) {
       if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first) continue;
       if (weights < row.weights_first || weights > row.weights_last) continue;
-      return small_wgmma(row.shape, LEAST_UNITS);
+      return small_wgmma(row.shape, LEAST_TILES / SMALL_WGMMA_SHAPES[row.shape].burst);
     }
     return false;
   }
@@ -158,13 +179,21 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
     launch.engine = Engine::nothing;
     return launch;
   }
-  const bool four_bit = w.format == NF4L_NF4 || w.format == NF4L_FP4;
-  if (!four_bit || w.layout != NF4L_TILE16X64 || a.dtype == NF4L_F32) return launch;
+  if (a.dtype == NF4L_F32) return launch;
   if (!aligned(a.x, 16) || (a.m > 1 && a.x_stride % 8)) return launch;  // activations are copied 16 bytes at a time
+  if (w.layout == NF4L_TILE16X32) {
+    const W8Launch picked = pick_w8(device, w, a);
+    if (picked.engine == W8Launch::small) launch.engine = Engine::small_w8;
+    if (picked.engine == W8Launch::gemm) launch.engine = Engine::gemm_w8;
+    launch.small_w8 = picked.small_plan;
+    launch.gemm_w8 = picked.gemm_plan;
+  }
+  // Engines for 4-bit weights write y as it is.
+  if (w.layout != NF4L_TILE16X64 || a.flags & NF4L_TRANSPOSED_OUTPUT) return launch;
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_wgmma_table()) {
+  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs()) {
     picker.from_launch_table();
   }
   return launch;

@@ -6,8 +6,11 @@
 #include "dequant.cuh"
 #include "device.cuh"
 #include "dispatch.h"
+#include "gemm_w8_launch.h"
+#include "gemm_wgmma_launch.h"
 #include "nf4linear.h"
 #include "small_batch_launch.h"
+#include "small_w8_launch.h"
 #include "small_wgmma_launch.h"
 #include "validate.h"
 
@@ -42,7 +45,13 @@ int run_linear(const nf4l_weight& weight, const nf4l_linear_args& args, const Li
     case Engine::nothing: return NF4L_OK;
     case Engine::gemm: return NF4L_USE_GEMM;
     case Engine::small_batch: return run_small_batch<T>(call.launch.small_batch, weight, args, call.device, call.info, s);
+    case Engine::small_w8: return run_small_w8<T>(call.launch.small_w8, weight, args, call.device, call.info, s);
     case Engine::small_wgmma: return run_small_wgmma<T>(call.launch.small_wgmma, weight, args, call.device, call.info, s);
+    case Engine::gemm_w8:
+      return weight.format == NF4L_W8_S8
+                 ? run_gemm_w8<W8S8, T>(call.launch.gemm_w8, weight, args, call.device, call.info, s)
+                 : run_gemm_w8<W8U8, T>(call.launch.gemm_w8, weight, args, call.device, call.info, s);
+    case Engine::gemm_wgmma: return run_gemm_four_bit<T>(call.launch.gemm_wgmma, weight, args, call.device, call.info, s);
   }
   return NF4L_USE_GEMM;
 }
@@ -74,7 +83,10 @@ int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_a
   if (status < 0) return status;
   switch (call.launch.engine) {
     case nf4l::Engine::small_batch: return call.launch.small_batch.workspace_bytes;
+    case nf4l::Engine::small_w8: return call.launch.small_w8.workspace_bytes;
     case nf4l::Engine::small_wgmma: return call.launch.small_wgmma.workspace_bytes;
+    case nf4l::Engine::gemm_w8: return call.launch.gemm_w8.workspace_bytes;
+    case nf4l::Engine::gemm_wgmma: return call.launch.gemm_wgmma.workspace_bytes;
     default: return 0;
   }
 }

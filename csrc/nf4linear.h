@@ -21,7 +21,7 @@ extern "C" {
 #endif
 
 // Raised whenever a struct or a meaning below changes; the loader refuses a library with another number.
-#define NF4L_ABI_VERSION 1
+#define NF4L_ABI_VERSION 2
 
 enum nf4l_status {
   NF4L_OK = 0,
@@ -70,8 +70,11 @@ enum nf4l_linear_flags {
   NF4L_DEPENDENT_LAUNCH = 1,
   // CPU library, float32 x: products may be formed in bfloat16, by levels that have instructions for it.
   NF4L_ALLOW_BF16 = 2,
-  // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine and then
-  // those of the wgmma engine; in bits 16..23 slices of k for the one, least units a block for the other.
+  // y is written transposed, [n, m] (CUDA only): the product with the weight as the first operand.
+  NF4L_TRANSPOSED_OUTPUT = 4,
+  // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine, then those
+  // of the small wgmma engine, then those of the prefill engine; in bits 16..23 slices of k for the first, least units a block
+  // for the second, 1 for output tiles all whole for the third. 8-bit weights: the shapes of their two engines.
   NF4L_TUNE_SHAPE_SHIFT = 8,
   NF4L_TUNE_SLICES_SHIFT = 16
 };

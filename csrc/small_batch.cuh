@@ -246,11 +246,27 @@ struct WarpWalk {
   }
 };
 
-// The last block of a part adds the slices' sums; every block comes here.
-template <class T, int R, int TOKENS, int WARPS>
-__device__ __forceinline__ void add_slices(const SmallBatchArgs& a, const BlockWork& work, bool* is_last, int warp,
-                                           int lane) {
-  using Sum = Results<R, TOKENS>;
+// The end of a walk. A stretch that ended inside a group leaves its tail, or, where it has the group's start, adds up those
+// of the warps behind it. All warps come here together.
+template <int WARPS, class Walk>
+__device__ __forceinline__ void close_stretch(Walk& walk, int warp, const float* tails) {
+  const int units = walk.work.units, begin = units * warp / WARPS, end = units * (warp + 1) / WARPS;
+  const bool open = walk.burst != 0 && begin < end;
+  if (open && walk.inside) walk.sum.put(walk.tail);
+  __syncthreads();
+  if (open && !walk.inside) {
+    const int group_end = (walk.group + 1) * walk.work.bursts;
+    for (int w = warp + 1; w < WARPS && units * w / WARPS < group_end; ++w) {
+      if (units * w / WARPS < units * (w + 1) / WARPS) walk.sum.add(tails + w * (Walk::Sum::COUNT * WARP));
+    }
+    walk.finish();
+  }
+}
+
+// The last block of a part adds the slices' sums and gives them to store(sum, group); every block comes here.
+template <class Sum, int WARPS, class Args, class Store>
+__device__ __forceinline__ void add_slices(const Args& a, const BlockWork& work, bool* is_last, int warp, int lane,
+                                           Store store) {
   const int slices = gridDim.y;
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -265,7 +281,7 @@ __device__ __forceinline__ void add_slices(const SmallBatchArgs& a, const BlockW
     Sum sum;
     sum.clear();
     sum.add_partials(a.partials + int64_t(group) * SLOT, slices, int64_t(a.groups) * SLOT, lane);
-    sum.template store<T>(a, group, lane);
+    store(sum, group);
   }
 }
 
@@ -324,18 +340,11 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
     if (u + 1 < end) walk.template unit<1>(true);
   }
 
-  const bool open = walk.burst != 0 && begin < end;  // the stretch ended inside a group
-  if (open && walk.inside) walk.sum.put(walk.tail);
-  __syncthreads();
-  if (open && !walk.inside) {
-    const int group_end = (walk.group + 1) * work.bursts;
-    for (int w = warp + 1; w < WARPS && work.units * w / WARPS < group_end; ++w) {
-      if (work.units * w / WARPS < work.units * (w + 1) / WARPS) walk.sum.add(tails + w * TAIL);
-    }
-    walk.finish();
-  }
+  close_stretch<WARPS>(walk, warp, tails);
   if (gridDim.y > 1) {
-    add_slices<T, R, TOKENS, WARPS>(args, work, reinterpret_cast<bool*>(nested_code), warp, lane);
+    using Sum = Results<R, TOKENS>;
+    const auto store = [&](const Sum& sum, int row_group) { sum.template store<T>(args, row_group, lane); };
+    add_slices<Sum, WARPS>(args, work, reinterpret_cast<bool*>(nested_code), warp, lane, store);
   }
 }
 

@@ -33,7 +33,8 @@ struct BlockWork {
   int bursts;               // of one row group
   int units;
 
-  __device__ __forceinline__ explicit BlockWork(const SmallBatchArgs& a) {
+  template <class Args>
+  __device__ __forceinline__ explicit BlockWork(const Args& a) {
     const int part = blockIdx.x;
     first_group = part * a.base_groups + min(part, a.extra_groups);
     groups = a.base_groups + (part < a.extra_groups);
@@ -115,7 +116,8 @@ struct Activations {
 
   // Zeros beyond the slice's last tile and the last token. Each thread has its place in a tile and goes from tile to
   // tile: with dependent launches nothing else happens meanwhile, so the loop is three instructions a copy.
-  __device__ __forceinline__ static void load_async(const SmallBatchArgs& a, const BlockWork& work, uint32_t smem) {
+  template <class Args>
+  __device__ __forceinline__ static void load_async(const Args& a, const BlockWork& work, uint32_t smem) {
     const char* from = a.x + int64_t(work.first_tile) * 128;
     const int tiles = work.bursts * BURST;
     if constexpr (TOKENS == 1) {

@@ -29,6 +29,21 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// Four 8x8 matrices of 16-bit values, each transposed; lane l gives the address of column l % 8 of matrix l / 8, and holds
+// the pair of row l / 4, columns 2 (l % 4) and + 1.
+__device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
+               : "memory");
+}
+
+// The same without transposing: lane l gives the address of row l % 8 of matrix l / 8.
+__device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
+               "r"(d)
+               : "memory");
+}
+
 // Where wgmma finds its second operand: [n][64] 16-bit values in 128-byte rows, 128-byte swizzle, at a multiple of 1024.
 // A k16 step further is 32 bytes further, inside the swizzle; bytes count in sixteens, so `descriptor + 2`.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
@@ -44,6 +59,11 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 #define NF4L_D32 NF4L_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define NF4L_D48 NF4L_D32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
 #define NF4L_D64 NF4L_D48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define NF4L_D80 NF4L_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define NF4L_D96 NF4L_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define NF4L_D108 NF4L_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107"
+#define NF4L_D112 NF4L_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define NF4L_D128 NF4L_D112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define NF4L_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define NF4L_R8(i) NF4L_R4(i), NF4L_R4(i + 4)
 #define NF4L_R16(i) NF4L_R8(i), NF4L_R8(i + 8)
@@ -66,6 +86,9 @@ NF4L_WGMMA_FUNCTION("32", 16, NF4L_D16, "%16, %17, %18, %19", "%20", "%21", NF4L
 NF4L_WGMMA_FUNCTION("64", 32, NF4L_D32, "%32, %33, %34, %35", "%36", "%37", NF4L_R32(0))
 NF4L_WGMMA_FUNCTION("96", 48, NF4L_D48, "%48, %49, %50, %51", "%52", "%53", NF4L_R32(0), NF4L_R16(32))
 NF4L_WGMMA_FUNCTION("128", 64, NF4L_D64, "%64, %65, %66, %67", "%68", "%69", NF4L_R64(0))
+NF4L_WGMMA_FUNCTION("192", 96, NF4L_D96, "%96, %97, %98, %99", "%100", "%101", NF4L_R64(0), NF4L_R32(64))
+NF4L_WGMMA_FUNCTION("216", 108, NF4L_D108, "%108, %109, %110, %111", "%112", "%113", NF4L_R64(0), NF4L_R32(64), NF4L_R8(96), NF4L_R4(104))
+NF4L_WGMMA_FUNCTION("256", 128, NF4L_D128, "%128, %129, %130, %131", "%132", "%133", NF4L_R64(0), NF4L_R64(64))
 
 #undef NF4L_WGMMA_FUNCTION
 #undef NF4L_WGMMA
@@ -74,6 +97,11 @@ NF4L_WGMMA_FUNCTION("128", 64, NF4L_D64, "%64, %65, %66, %67", "%68", "%69", NF4
 #undef NF4L_R16
 #undef NF4L_R8
 #undef NF4L_R4
+#undef NF4L_D128
+#undef NF4L_D112
+#undef NF4L_D108
+#undef NF4L_D96
+#undef NF4L_D80
 #undef NF4L_D64
 #undef NF4L_D48
 #undef NF4L_D32

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import eager_cpu, native, selfcheck
-from .formats import FourBitSpec, WeightSpec
+from .formats import WeightSpec
 
 # Looked up once: between two layers of a model the tables of torch's modules leave the caches, and a name in them costs
 # more than the call.
@@ -25,7 +25,9 @@ _functorch_active, _tracing_state = torch._C._are_functorch_transforms_active, t
 _data_ptr = Tensor.data_ptr
 
 # Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
-MOST_TOKENS = 64
+MOST_TOKENS = 1536
+# Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
+MOST_KEPT_TOKENS = 64
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
@@ -124,7 +126,7 @@ class BoundWeight:
         return bias.shape == (self._spec.n,) and bias.is_contiguous()
 
     def _prepare(self, x: Tensor) -> _Call | None:
-        """Keeps what calls of x's shape share; None, kept too, for a shape that is the operator's."""
+        """What calls of x's shape share, kept for few tokens; None for a shape that is the operator's."""
         n, k = self._spec.n, self._spec.k
         tokens, call = x.numel() // k, None
         if x.shape[-1:] == (k,) and 0 < tokens <= MOST_TOKENS:
@@ -132,7 +134,8 @@ class BoundWeight:
             args = native.LinearArgs(self._dtype_id, 0, tokens, pointer, k, None, pointer, None, 0)
             workspace = self._library.workspace_bytes(self._weight, args)
             call = _Call(tokens, x.new_empty(1).expand(*x.shape[:-1], n), workspace)
-        self._calls[x.shape] = call
+        if call is None or tokens <= MOST_KEPT_TOKENS:
+            self._calls[x.shape] = call
         return call
 
 
@@ -152,15 +155,15 @@ def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> Bou
     """The weight bound for inputs like `x`; None where no fused kernel may take it."""
     if x.is_cpu:
         return eager_cpu.bind(spec, tensors, data_pointers(*tensors[:2]), x)
-    if x.dtype not in (torch.float16, torch.bfloat16) or not isinstance(spec, FourBitSpec):
+    if x.dtype not in (torch.float16, torch.bfloat16) or spec.layout == "flat":
         return None
-    if spec.layout != "tile16x64" or x.get_device() != torch.cuda.current_device():
+    if x.get_device() != torch.cuda.current_device():
         return None
     if any(t is not None and (t.device != x.device or not t.is_contiguous()) for t in tensors):
         return None
     if any(t.data_ptr() % 16 for t in tensors[:2]) or not eager_cpu.are_packed(spec, tensors):
         return None
     library = native.library("cuda")
-    if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype):
+    if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype, spec):
         return None
     return BoundWeight(spec, library, tensors, x.get_device(), x.dtype)

@@ -213,8 +213,6 @@ class PackedLinear(nn.Linear):
             self._refuse_assignment()
         packed = name in self.__dict__.get("_packed_names", ())
         if packed:
-            self._bound = None
-        if packed:
             self._bound = None  # it looks at two of the pointers only
         if param is not None and packed:
             param.requires_grad_(False)  # loaders make float parameters trainable

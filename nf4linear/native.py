@@ -22,12 +22,14 @@ from torch import Tensor
 
 from .formats import TILE_K4, WeightSpec
 
-ABI_VERSION = 1
+ABI_VERSION = 2
 OK, USE_GEMM, NO_KERNEL_IMAGE = 0, 1, -2
 # Flag of LinearArgs: the launch may start, and read the weight, before the previous kernel of the stream ends.
 DEPENDENT_LAUNCH = 1
 # Flag of LinearArgs: float32 x may be multiplied in bfloat16 (CPU).
 ALLOW_BF16 = 2
+# Flag of LinearArgs: y is written transposed, [n, m]. Few engines can; the others leave the call to a GEMM.
+TRANSPOSED_OUTPUT = 4
 
 FORMAT_IDS = {"nf4": 0, "fp4": 1, "w8_s8": 2, "w8_u8": 3}
 LAYOUT_IDS = {"flat": 0, "tile16x64": 1, "tile16x32": 2}

@@ -170,8 +170,8 @@ def _linear_native(
         y = x.new_empty((*x.shape[:-1], n))
         if y.numel() == 0:
             return y
-        if not x.is_cuda or selfcheck.fused_allowed(library, x.device.index, x.dtype):
-            rows = _kernel_rows(x.reshape(-1, k))
+        if not x.is_cuda or selfcheck.fused_allowed(library, x.device.index, x.dtype, spec):
+            rows = kernel_rows(x.reshape(-1, k))
             bias = bias if bias is None else bias.contiguous()
             aligned = _aligned(weight)
             settled = settled and all(a is b for a, b in zip(aligned, weight, strict=True))
@@ -186,7 +186,7 @@ def _check_same_device(x: Tensor, qweight: Tensor) -> None:
         raise ValueError(f"input is on {x.device} but the layer is on {qweight.device}; move one of them")
 
 
-def _kernel_rows(x: Tensor) -> Tensor:
+def kernel_rows(x: Tensor) -> Tensor:
     """x [m, k] with contiguous rows that do not overlap, aligned (on CUDA to 16 bytes); a copy where a view has not."""
     row_stride, stride = x.stride()
     plain = stride == 1 and row_stride >= x.shape[1] and x.data_ptr() % (16 if x.is_cuda else x.element_size()) == 0

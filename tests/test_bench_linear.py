@@ -39,7 +39,7 @@ def test_the_table_is_made_from_the_rows():
     cells = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if line.startswith("| ")]
     header, one, eight = cells
     by_name = dict(zip(header, one, strict=True))
-    assert (by_name["nf4linear"], by_name["nf4linear, dependent"], by_name["humming INT4"]) == ("5.0", "4.0", "8.0")
+    assert (by_name["nf4linear"], by_name["nf4linear, dependent"], by_name["humming"]) == ("5.0", "4.0", "8.0")
     # Faster than the fastest peer; our own fallback is no peer, and dependent launches are not compared.
     assert (by_name["of roof"], by_name["faster"]) == ("40 %", "1.60x")
     assert (by_name["error"], by_name["error of bitsandbytes"]) == ("2.00e-03", "2.20e-03")
@@ -103,3 +103,5 @@ def test_tuning_tries_the_shapes_that_are_compiled():
     assert tuple(tuple(map(int, shape)) for shape in small) == linear.TUNE_SHAPES
     wgmma = re.findall(r"\{(\d+), (\d+), \d, \d, \d\}", (csrc / "small_wgmma_plan.h").read_text())
     assert tuple(tuple(map(int, shape)) for shape in wgmma) == linear.TUNE_WGMMA_SHAPES
+    gemm = re.findall(r"\{(\d+), (\d), \d, \d+\}", (csrc / "gemm_wgmma_plan.h").read_text())
+    assert tuple(tuple(map(int, shape)) for shape in gemm) == linear.TUNE_GEMM_SHAPES

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, BitsAndBytesConfig
 from typer.testing import CliRunner
 
 import nf4linear
@@ -100,6 +100,19 @@ def test_eight_bit_perplexity_is_within_a_hundredth_of_16_bit(demo_folders, demo
     ours = score(w8, demo_tokens[:600])
     expected = score(load(demo_folders[0], "16-bit", "bfloat16"), demo_tokens[:600])
     assert ours.perplexity == pytest.approx(expected.perplexity, rel=1e-2)
+
+
+def test_an_int8_checkpoint_of_bitsandbytes_runs_weight_only(demo_folders, demo_tokens, tmp_path):
+    """The same codes and scales; bitsandbytes quantizes the activations too, which costs it perplexity."""
+    options = {"quantization_config": BitsAndBytesConfig(load_in_8bit=True), "device_map": "cpu"}
+    theirs = AutoModelForCausalLM.from_pretrained(demo_folders[0], dtype="float32", **options)
+    theirs.save_pretrained(tmp_path / "int8")
+    nf4linear.pack_checkpoint(tmp_path / "int8", tmp_path / "packed", progress=False)
+    ours = AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype="float32")
+    assert sum(isinstance(module, nf4linear.W8Linear) for module in ours.modules()) == LAYERS
+    tokens = demo_tokens[:513]
+    scores = [perplexity(model, tokens, window=512, stride=500).perplexity for model in (ours, theirs)]
+    assert scores[0] <= scores[1]
 
 
 def test_unpacking_gives_the_bitsandbytes_files_back_byte_for_byte(demo_folders, demo_packed, tmp_path):

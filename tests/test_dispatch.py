@@ -34,7 +34,10 @@ SHAPES = (
     (576, 576), (192, 576), (1024, 4096), (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192),
     (57344, 8192), (8192, 28672), (128256, 4096),
 )  # fmt: skip
-TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65)
+TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512, 1536, 1537)
+W8_SHAPES = ((1024, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
+W8_TOKENS = (1, 8, 16, 32, 64, 100, 512, 3456)
+AS_W8 = {"format": W8_S8, "layout": TILED_W8, "blocksize": 0, "nested": 0}
 
 
 def question(device, n, k, m, dtype=BF16, format=NF4, layout=TILED, blocksize=64, nested=1, flags=0, offset=0):
@@ -56,7 +59,10 @@ def answers(program: Path, questions: list[str]) -> list[str]:
 def table_lines(program: Path) -> list[str]:
     cells = [(name, n, k, m) for name in DEVICES for n, k in SHAPES for m in TOKENS]
     got = answers(program, [question(DEVICES[name], n, k, m) for name, n, k, m in cells])
-    return [f"{name}  {n}x{k}  m={m}: {answer}" for (name, n, k, m), answer in zip(cells, got, strict=True)]
+    lines = [f"{name}  {n}x{k}  m={m}: {answer}" for (name, n, k, m), answer in zip(cells, got, strict=True)]
+    cells = [(name, n, k, m) for name in DEVICES for n, k in W8_SHAPES for m in W8_TOKENS]
+    got = answers(program, [question(DEVICES[name], n, k, m, **AS_W8) for name, n, k, m in cells])
+    return lines + [f"{name}  w8 {n}x{k}  m={m}: {answer}" for (name, n, k, m), answer in zip(cells, got, strict=True)]
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +80,14 @@ def test_the_table(program):
         ({"m": 0}, "nothing"),
         ({"dtype": F32}, "gemm"),
         ({"layout": FLAT}, "gemm"),
-        ({"format": W8_S8, "layout": TILED_W8, "nested": 0}, "gemm"),
+        (AS_W8, "small_w8"),
+        (AS_W8 | {"k": 4128}, "gemm"),  # half a tile of 64 inputs
+        (AS_W8 | {"blocksize": 64}, "small_w8"),
+        (AS_W8 | {"blocksize": 64, "m": 64}, "gemm"),  # scales inside the Hopper engine's loop
+        (AS_W8 | {"m": 64}, "gemm_w8"),
+        (AS_W8 | {"dtype": F32}, "gemm"),
+        ({"flags": 4}, "gemm"),  # 4-bit engines do not transpose
+        (AS_W8 | {"flags": 4}, "small_w8"),
         ({"offset": 2}, "gemm"),  # rows that start anywhere
         ({"m": 100_000}, "gemm"),
         ({"n": 1 << 30, "k": 4096}, "gemm"),  # more blocks than 32-bit indices count
@@ -106,6 +119,51 @@ def check_plan(answer: str, device: tuple[int, int, int], n: int, k: int, m: int
     assert shared >= 65536 + min(tiles, slice_tiles) * tokens * 128
     assert (workspace == 0) == (slices == 1)
     assert slices == 1 or workspace >= slices * groups * row_tiles * 16 * tokens * 4
+
+
+def check_small_w8(answer: str, device: tuple[int, int, int], n: int, k: int, m: int) -> None:
+    row_tiles, tokens, slices, slice_tiles, parts, base, extra, stages, shared, workspace = map(int, answer.split()[1:])
+    limit = device[2]
+    groups, tiles = -(-n // (16 * row_tiles)), k // 64
+    assert m <= tokens and parts * base + extra == groups and 0 <= extra < parts and base >= 1
+    assert slice_tiles % 4 == 0 and (slices - 1) * slice_tiles < tiles <= slices * slice_tiles
+    assert 1 <= stages <= 3 and parts <= 256 and shared <= limit
+    assert shared >= min(tiles, slice_tiles) * tokens * 128 + 8 * stages * row_tiles * 4096
+    assert (workspace == 0) == (slices == 1)
+    assert slices == 1 or workspace >= slices * groups * row_tiles * 16 * tokens * 4
+
+
+def check_gemm_w8(answer: str, device: tuple[int, int, int], n: int, k: int, m: int) -> None:
+    """Output tiles cover the result; whole ones and those in the line are all dealt."""
+    numbers = map(int, answer.split()[1:])
+    tokens, consumers, block_tiles, token_tiles, row_blocks, blocks, whole, base, extra, shared, workspace = numbers
+    _, sms, limit = device
+    assert (token_tiles - 1) * tokens < m <= token_tiles * tokens
+    assert block_tiles <= 4 * consumers and (row_blocks - 1) * block_tiles < -(-n // 16) <= row_blocks * block_tiles
+    left = (token_tiles * row_blocks - whole) * (k // 64)
+    assert blocks <= sms and blocks * base + extra == left and 0 <= extra < blocks
+    assert shared <= limit and (workspace == 0) == (left == 0)
+    assert left == 0 or workspace >= blocks * tokens * consumers * 64 * 4 + 1024
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    device=st.sampled_from(list(DEVICES.values())),
+    n=st.integers(1, 70_000),
+    tiles=st.integers(1, 600),
+    m=st.integers(1, 5000),
+    group=st.sampled_from([0, 0, 64]),
+    tuned=st.tuples(st.integers(0, 11), st.integers(0, 20)),
+)
+def test_8_bit_plans_hold(program, device, n, tiles, m, group, tuned):
+    flags, case = tuned[0] << 8 | tuned[1] << 16, AS_W8 | {"blocksize": group}
+    (answer,) = answers(program, [question(device, n, tiles * 64, m, flags=flags, **case)])
+    engine = answer.split()[0]
+    check = {"small_w8": check_small_w8, "gemm_w8": check_gemm_w8}.get(engine)
+    if check:
+        check(answer, device, n, tiles * 64, m)
+    assert engine != "gemm_w8" or (device[0] == 90 and group == 0)
+    assert check or tuned[0] or m > 32 or device[2] < 200_000
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])

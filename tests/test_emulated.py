@@ -24,17 +24,19 @@ SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 SIZES = ((48, 192, 64), (5, 64, 64), (100, 576, 64), (33, 1088, 64), (200, 640, 128), (70, 1024, 1024))
 
 
-def compile_kernel(folder: Path, changes: dict[str, tuple[str, str]] | None = None) -> Path:
-    """The test program, from a copy of csrc in which `changes` (file -> old, new text) are made first."""
+def compile_kernel(
+    folder: Path, changes: dict[str, tuple[str, str]] | None = None, name: str = "small_batch", defines: tuple = ()
+) -> Path:
+    """A test program, from a copy of csrc in which `changes` (file -> old, new text) are made first."""
     for source in (*CSRC.glob("*.h"), *CSRC.glob("*.cuh"), *EMULATE.iterdir()):
         shutil.copy(source, folder)
-    for name, (old, new) in (changes or {}).items():
-        text = (folder / name).read_text()
-        assert old in text, (name, old)
-        (folder / name).write_text(text.replace(old, new))
-    program = folder / "small_batch"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", f"-I{folder}"]
-    subprocess.run([COMPILER, *flags, str(folder / "small_batch.cpp"), "-o", str(program)], check=True)
+    for file, (old, new) in (changes or {}).items():
+        text = (folder / file).read_text()
+        assert old in text, (file, old)
+        (folder / file).write_text(text.replace(old, new))
+    program = folder / name
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wno-unknown-pragmas", f"-I{folder}", *defines]
+    subprocess.run([COMPILER, *flags, str(folder / f"{name}.cpp"), "-o", str(program)], check=True)
     return program
 
 

@@ -1,5 +1,7 @@
 """NF4 linear layers on a GPU beside their peers: times, roofs and errors of every shape and number of tokens.
 
+(8-bit layers: linear_w8.py, which gives `sweep` its own weights and peers.)
+
 Contenders, each on its own copies of one weight (random codes and scales):
 
     nf4linear      the operator, by plain and by programmatic dependent launches
@@ -14,7 +16,7 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +35,18 @@ ROUNDS = 9
 # Weight bytes of the peers that do not hold ours: 4-bit integers with a 16-bit scale for 64 of them.
 HUMMING_BYTES = 0.5 + 2 / 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
-# csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block.
+# csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_plan.h
+# (tokens, warpgroups) with all output tiles whole, or the last ones cut.
 TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
 TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 3), (32, 4), (64, 2), (64, 3), (96, 2), (128, 2))
 TUNE_LEAST_UNITS = (1, 2, 4)
+TUNE_GEMM_SHAPES = ((128, 2), (128, 3), (192, 2), (256, 2))
+TUNE_CUTS = {"cut": 0, "whole": 1}
 
 Layer = Callable[[Tensor], Tensor]
 Operands = tuple[Tensor | None, ...]
+Peer = Callable[["BenchWeight", torch.dtype], Iterator["Contender"]]
 
 
 @dataclass
@@ -52,6 +58,7 @@ class Contender:
     nbytes: float  # of one weight
     launch: str = "plain"
     comparable: bool = True  # it multiplies by our weight, so its error means something
+    takes: torch.dtype | None = None  # activations of this type alone, which it is given then
 
     @property
     def name(self) -> str:
@@ -60,6 +67,11 @@ class Contender:
 
 class BenchWeight:
     """A random NF4 weight [n, k] with double quantization, in kernel order on the GPU."""
+
+    op = "linear"
+    # What result rows call the formats of contenders whose weights are not ours.
+    format_names: ClassVar[dict[str, str]] = {"humming": "int4-g64"}
+    format_name = "nf4-dq"
 
     def __init__(self, n: int, k: int, seed: int = 0) -> None:
         self.spec = FourBitSpec("nf4", n, k)
@@ -93,7 +105,7 @@ class BenchWeight:
 # ---- contenders ------------------------------------------------------------------------------------------------------
 
 
-def contenders_of(weight: BenchWeight, dtype: torch.dtype, peers: Iterable[str]) -> Iterator[Contender]:
+def contenders_of(weight: BenchWeight, dtype: torch.dtype, peers: Iterable[Peer]) -> Iterator[Contender]:
     """Ours, and those of `peers` that are installed."""
     geometry, copies = weight.geometry, weight.copies()
     for launch, settled in (("plain", False), ("pdl", True)):
@@ -102,10 +114,10 @@ def contenders_of(weight: BenchWeight, dtype: torch.dtype, peers: Iterable[str])
     layers = [lambda x, w=w: F.linear(x, ops.dequantize(*w, *geometry, x.dtype)) for w in copies]
     yield Contender("dequant_gemm", layers, weight.nbytes)
     for peer in peers:
-        yield from PEERS[peer](weight, dtype)
+        yield from peer(weight, dtype)
 
 
-def _torch(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
+def torch_peer(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
     dense = weight.dense(dtype)
     copies = [dense, *(dense.clone() for _ in range(copies_of(dense.nbytes) - 1))]
     yield Contender("torch", [lambda x, w=w: F.linear(x, w) for w in copies], dense.nbytes)
@@ -146,8 +158,8 @@ def _humming(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
     yield Contender("humming", layers, nbytes, comparable=False)
 
 
-PEERS: dict[str, Callable[[BenchWeight, torch.dtype], Iterator[Contender]]] = {
-    "torch": _torch,
+PEERS: dict[str, Peer] = {
+    "torch": torch_peer,
     "bitsandbytes": _bitsandbytes,
     "humming": _humming,
 }
@@ -161,21 +173,23 @@ def sweep(
     shapes: Sequence[tuple[int, int]],
     tokens: Sequence[int],
     dtype: str,
-    peers: Sequence[str],
+    peers: Sequence[Peer],
     ceilings: dict[str, float],
+    make_weight: Callable[[int, int], BenchWeight] = BenchWeight,
 ) -> Iterator[list[Row]]:
     """Rows of one (shape, number of tokens) after the other, in the result file's form."""
     for n, k in shapes:
-        weight = BenchWeight(n, k)
+        weight = make_weight(n, k)
         contenders = list(contenders_of(weight, DTYPES[dtype], peers))
         exact_weight = weight.dense(torch.float32).double()
         for m in tokens:
             x = torch.randn(m, k, device="cuda", dtype=DTYPES[dtype])
             exact = x.double() @ exact_weight.T
-            us = race({c.name: [lambda f=f: f(x) for f in c.layers] for c in contenders}, ROUNDS)  # noqa: B023
+            inputs = {c.name: x if c.takes is None else x.to(c.takes) for c in contenders}
+            us = race({c.name: [lambda f=f, x=inputs[c.name]: f(x) for f in c.layers] for c in contenders}, ROUNDS)
             yield [
                 _row(weight, c, m, dtype, us[c.name], ceilings)
-                | {"rel_err": _error(c.layers[0](x), exact) if c.comparable else None}
+                | {"rel_err": _error(c.layers[0](inputs[c.name]), exact) if c.comparable else None}
                 for c in contenders
             ]
 
@@ -221,6 +235,11 @@ def _variants(m: int) -> Iterator[tuple[str, int]]:
         if m <= tokens < 2 * m:
             for units in TUNE_LEAST_UNITS:
                 yield f"wgmma{tokens}x{row_groups}/{units}", _flags(index, units)
+    if m > 64:
+        first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
+        for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
+            for cut, value in TUNE_CUTS.items():
+                yield f"gemm{tokens}x{warpgroups}/{cut}", _flags(index, value)
 
 
 def _flags(shape: int, cut: int) -> int:
@@ -232,9 +251,9 @@ def _row(weight: BenchWeight, c: Contender, m: int, dtype: str, us: float, ceili
     read = c.nbytes / ceilings["read_GBps"] / 1e3
     multiply = 2 * m * n * k / ceilings["bf16_TFLOPs"] / 1e6
     return {
-        "op": "linear",
+        "op": weight.op,
         "impl": c.impl,
-        "format": {"torch": dtype, "humming": "int4-g64"}.get(c.impl, "nf4-dq"),
+        "format": dtype if c.impl == "torch" else weight.format_names.get(c.impl, weight.format_name),
         "n": n,
         "k": k,
         "m": m,

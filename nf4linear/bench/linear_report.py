@@ -14,7 +14,7 @@ NAMES = {
     ("dequant_gemm", "plain"): "dequantize + GEMM",
     ("torch", "plain"): "torch, 16 bit",
     ("bitsandbytes", "plain"): "bitsandbytes",
-    ("humming", "plain"): "humming INT4",
+    ("humming", "plain"): "humming",
 }
 
 
@@ -22,7 +22,7 @@ def markdown(record: Row) -> str:
     """One table a shape: microseconds of every contender, and how ours stands to the roof and to the best other."""
     ceilings = record["ceilings"]
     lines = [
-        f"# NF4 linear layers on {record['machine']}",
+        f"# {_kind(record['rows'])} linear layers on {record['machine']}",
         "",
         f"`{record['command']}`, {record['date']}, commit {record['commit']}; "
         + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
@@ -38,6 +38,10 @@ def markdown(record: Row) -> str:
         rows = [row for row in record["rows"] if (row["n"], row["k"], row["dtype"]) == (n, k, dtype)]
         lines += ["", f"## {n} x {k}, {dtype}", "", *_shape_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _kind(rows: Sequence[Row]) -> str:
+    return "8-bit" if rows[0]["op"] == "linear_w8" else "NF4"
 
 
 def _shape_table(rows: Sequence[Row]) -> list[str]:
@@ -101,7 +105,7 @@ def plot(record: Row) -> bytes:
     for panel in panels[len(shapes) :]:
         panel.set_visible(False)
     panels[0].legend(fontsize=8)
-    figure.suptitle(f"NF4 linear layers, {record['machine']}, {rows[0]['dtype']}, cold weights")
+    figure.suptitle(f"{_kind(rows)} linear layers, {record['machine']}, {rows[0]['dtype']}, cold weights")
     data = io.BytesIO()
     figure.savefig(data, dpi=120, format="png")
     return data.getvalue()
@@ -115,7 +119,7 @@ def _panel(panel: Any, rows: Sequence[Row], title: str) -> None:
             style = {"linewidth": 2.2 if ours else 1.2, "linestyle": "--" if kind[1] == "pdl" else "-"}
             panel.plot(*zip(*line, strict=True), marker="o", markersize=3, label=name, **style)
     roof = [(row["m"], row["roof_us"]) for row in rows if (row["impl"], row["launch"]) == ("nf4linear", "plain")]
-    panel.plot(*zip(*roof, strict=True), color="black", linestyle=":", label="roof (NF4)")
+    panel.plot(*zip(*roof, strict=True), color="black", linestyle=":", label="roof")
     panel.set(xscale="log", yscale="log", title=title, xlabel="M (tokens)", ylabel="us")
     panel.set_xscale("log", base=2)
     panel.grid(True, which="major", alpha=0.3)

@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from .. import eager
+from .. import mixed as mixed_products
 from ..bench import generate as generate_bench
-from ..bench import gpu, linear_report
+from ..bench import gpu, linear_report, linear_w8
 from ..bench import linear as linear_bench
+from ..bench import mixed as mixed_bench
 from ..bench.record import write, write_record
 from .bench_cpu import cpu
 from .loading import ModelSource
@@ -24,6 +26,10 @@ bench = typer.Typer(help="Time layers and models beside their peers.", no_args_i
 bench.command()(cpu)
 console = Console(stderr=True)
 RESULTS = Path("benchmarks/results")
+FORMATS = {
+    "nf4": (linear_bench.BenchWeight, linear_bench.PEERS),
+    "w8": (linear_w8.BenchWeight8, linear_w8.PEERS),
+}
 
 
 @bench.command()
@@ -33,6 +39,7 @@ def linear(
     ] = None,
     tokens: Annotated[list[int] | None, typer.Option("--tokens", "-m", min=1, help="Numbers of tokens.")] = None,
     dtype: Annotated[str, typer.Option(help=f"Of activations: {' or '.join(linear_bench.DTYPES)}.")] = "bf16",
+    format: Annotated[str, typer.Option(help="Of weights: nf4 or w8 (int8, one scale a row).")] = "nf4",
     peer: Annotated[
         list[str] | None,
         typer.Option(help=f"{', '.join(linear_bench.PEERS)}; repeatable.", show_default="those installed"),
@@ -41,15 +48,18 @@ def linear(
     tune: Annotated[bool, typer.Option("--tune", help="Our kernels alone, every configuration that fits.")] = False,
     output: Annotated[Path | None, typer.Option(help="The JSON file; table and plot go beside it.")] = None,
 ) -> None:
-    """NF4 linear layers: times, roofs and errors over shapes and numbers of tokens."""
+    """NF4 or 8-bit linear layers: times, roofs and errors over shapes and numbers of tokens."""
     with errors_to_exit(console):
         _need_gpu()
         shapes = [_parse_shape(text) for text in shape or ()] or list(linear_bench.SHAPES[: 2 if quick else None])
         numbers = tokens or ([1, 8, 16, 64] if quick else list(linear_bench.TOKENS))
         if dtype not in linear_bench.DTYPES:
             raise ValueError(f"--dtype takes {', '.join(linear_bench.DTYPES)}; got {dtype}")
-        if unknown := sorted(set(peer or ()) - set(linear_bench.PEERS)):
-            raise ValueError(f"--peer takes {', '.join(linear_bench.PEERS)}; got {', '.join(unknown)}")
+        if format not in FORMATS or (tune and format != "nf4"):
+            raise ValueError(f"--format takes {' or '.join(FORMATS)}, --tune nf4 only; got {format}")
+        weights, known = FORMATS[format]
+        if unknown := sorted(set(peer or ()) - set(known)):
+            raise ValueError(f"--peer takes {', '.join(known)}; got {', '.join(unknown)}")
         if not tune:
             need_matplotlib()
         ceilings = gpu.measure_ceilings()
@@ -57,10 +67,12 @@ def linear(
             numbers = [m for m in numbers if m <= eager.MOST_TOKENS]
             cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
         else:
-            cells = linear_bench.sweep(shapes, numbers, dtype, peer or list(linear_bench.PEERS), ceilings)
+            peers = [known[name] for name in peer or known]
+            cells = linear_bench.sweep(shapes, numbers, dtype, peers, ceilings, weights)
         rows = _collect(cells, len(shapes) * len(numbers))
         record = gpu.record_of(rows, ceilings)
-        path = output or RESULTS / f"{gpu.machine_slug()}-linear{'-tune' if tune else ''}.json"
+        kind = f"linear{'' if format == 'nf4' else '-w8'}{'-tune' if tune else ''}"
+        path = output or RESULTS / f"{gpu.machine_slug()}-{kind}.json"
         write_record(path, record)
         text = linear_report.tune_markdown(record) if tune else linear_report.markdown(record)
         write(path.with_suffix(".md"), text.encode())
@@ -108,6 +120,35 @@ def generate(
         write_record(path, record)
         text = generate_bench.markdown(record)
         write(path.with_suffix(".md"), text.encode())
+        print(text)
+
+
+@bench.command()
+def mixed(
+    variant: Annotated[
+        list[str] | None,
+        typer.Option(help=f"{', '.join(mixed_products.VARIANTS)}; repeatable.", show_default="all"),
+    ] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="The published shape alone.")] = False,
+    output: Annotated[Path | None, typer.Option(help="The JSON file; table and plot go beside it.")] = None,
+) -> None:
+    """Products of 16-bit and 8-bit matrices beside those of two 16-bit ones: TFLOP/s over shapes."""
+    with errors_to_exit(console):
+        _need_gpu()
+        need_matplotlib()
+        if unknown := sorted(set(variant or ()) - set(mixed_products.VARIANTS)):
+            raise ValueError(f"--variant takes {', '.join(mixed_products.VARIANTS)}; got {', '.join(unknown)}")
+        shapes = mixed_bench.SHAPES[: 1 if quick else None]
+        rows: list[gpu.Row] = []
+        with Progress(console=console) as progress:
+            for cell in progress.track(mixed_bench.sweep(shapes, variant or mixed_products.VARIANTS), len(shapes)):
+                rows += cell
+        record = gpu.record_of(rows, gpu.measure_ceilings())
+        path = output or RESULTS / f"{gpu.machine_slug()}-mixed.json"
+        write_record(path, record)
+        text = mixed_bench.markdown(record)
+        write(path.with_suffix(".md"), text.encode())
+        write(path.with_suffix(".png"), mixed_bench.plot(record))
         print(text)
 
 

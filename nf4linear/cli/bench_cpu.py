@@ -46,8 +46,9 @@ def cpu(
         if threads:
             torch.set_num_threads(threads)
         # What a reader can type: a folder by its name alone, and their own place for results.
-        words = [*([Path(model).name] if model else []), "--threads", str(torch.get_num_threads())]
-        command = shlex.join(["nf4linear", "bench", "cpu", *words, *(["--quick"] if quick else [])])
+        words = [Path(model).name] if model else []
+        words += ["--no-linear"] * (not linear) + ["--threads", str(torch.get_num_threads())] + ["--quick"] * quick
+        command = shlex.join(["nf4linear", "bench", "cpu", *words])
         if linear:
             _measure_linear(quick, output / "cpu-linear.json", command)
         if model is not None:

@@ -1,4 +1,4 @@
-"""nf4linear lab: the dequantize ladder V0..V4, generated, built, tested, measured and profiled."""
+"""nf4linear lab: the dequantize ladder V0..V4 and the 8-bit conversions, built, tested, measured and profiled."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ import typer
 from rich.console import Console
 from rich.progress import track
 
+from ..bench.gpu import record_of
+from ..bench.record import write_record
 from ..lab import bench as bench_step
+from ..lab import convert as convert_step
 from ..lab import experiment, program
 from ..lab import generate as generate_step
 from ..lab import profile as profile_step
@@ -149,6 +152,27 @@ def profile(
             counters = profile_step.profile(built, weight, program.STAGES, dtype)
             stem.with_suffix(".csv").write_text(counters)
             print(profile_step.counter_table(counters))
+
+
+@lab.command()
+def convert(
+    folder: Folder = FOLDER,
+    arch: Arch = None,
+    output: Annotated[Path | None, typer.Option(help="JSON file of the result.", show_default="none")] = None,
+) -> None:
+    """8-bit conversions, plain and packed, and three ways of weights to the tensor cores: counts, times, checks."""
+    with errors_to_exit(console):
+        _need_gpu()
+        with console.status("building"):
+            library = convert_step.build(folder, arch)
+        if wrong := convert_step.wrong_conversions(library) + convert_step.wrong_products(library):
+            raise ValueError(f"wrong results: {', '.join(wrong)}")
+        with console.status("measuring"):
+            rows = convert_step.conversion_rows(library) + convert_step.product_rows(library)
+        print(convert_step.report(rows))
+        if output is not None:
+            write_record(output, record_of(rows, {}))
+            console.print(f"wrote {output}", soft_wrap=True, highlight=False)
 
 
 @lab.command(name="all")

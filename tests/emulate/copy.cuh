@@ -46,6 +46,8 @@ void cp_async(uint32_t to, const void* from, bool wanted) {
 inline void cp_async_4(uint32_t to, const void* from, bool wanted) { cp_async<4>(to, from, wanted); }
 inline void cp_async_16(uint32_t to, const void* from, bool wanted) { cp_async<16>(to, from, wanted); }
 inline void cp_async_wait_all() {}
+inline void cp_async_commit_group() {}
+inline void cp_async_wait_group(int) {}
 
 inline unsigned atom_add_acq_rel(unsigned* p, unsigned v) {
   simt::check_read(p, sizeof *p);

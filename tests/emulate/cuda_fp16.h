@@ -24,6 +24,7 @@ inline __half __float2half_rn(float value) {
   const uint16_t sign = value < 0 || (value == 0 && 1 / value < 0) ? 0x8000 : 0;
   const float magnitude = value < 0 ? -value : value;
   if (!(magnitude < 65520.0f)) return {uint16_t(sign | 0x7c00)};
+  if (magnitude == 0) return {sign};
   int exponent = 0;
   __builtin_frexpf(magnitude, &exponent);  // magnitude < 2^exponent
   const int step = exponent < -13 ? -24 : exponent - 11;

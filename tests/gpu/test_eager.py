@@ -1,6 +1,7 @@
 """The short way of eager module calls, and the first-use check of the fused kernels."""
 
 import copy
+import itertools
 import pickle
 import warnings
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nf4linear import NF4Linear, eager, native, ops, selfcheck
+from nf4linear import NF4Linear, W8Linear, eager, native, ops, selfcheck
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -27,6 +28,12 @@ def make_layer(bias=True, dtype=torch.bfloat16, k=512, n=200, seed=0):
 
 def by_operator(layer, x):
     return ops.linear(x, *layer._weight_arguments(), layer.bias, *layer._spec_arguments())
+
+
+def make_w8_layer(group_size=None, dtype=torch.bfloat16, k=512, n=200):
+    torch.manual_seed(0)
+    linear = nn.Linear(k, n).to("cuda", dtype)
+    return W8Linear.from_linear(linear, format="w8_s8", group_size=group_size).requires_grad_(False)
 
 
 @pytest.fixture
@@ -49,6 +56,18 @@ def test_plain_calls_go_past_the_operator(library, operator_calls, dtype, bias, 
     assert not operator_calls
     want = by_operator(layer, x)
     assert all(torch.equal(y, want) for y in got) and want.shape == (*shape[:-1], 200)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("group_size", [None, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 32, 64])
+def test_plain_calls_of_8_bit_layers_too(library, operator_calls, dtype, group_size, tokens):
+    layer = make_w8_layer(group_size, dtype)
+    x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
+    got = [layer(x) for _ in range(3)]
+    assert not operator_calls
+    want = by_operator(layer, x)
+    assert all(torch.equal(y, want) for y in got)
 
 
 def test_what_takes_the_operator(library, operator_calls):
@@ -162,9 +181,9 @@ def forget(monkeypatch):
 def test_the_check_passes_here(library, forget):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        for dtype in (torch.float16, torch.bfloat16):
-            assert selfcheck.fused_allowed(library, 0, dtype)
-    assert not selfcheck.fused_allowed(library, 0, torch.float32)
+        for (spec, *_), dtype in itertools.product(selfcheck.SPECS.values(), (torch.float16, torch.bfloat16)):
+            assert selfcheck.fused_allowed(library, 0, dtype, spec)
+            assert not selfcheck.fused_allowed(library, 0, torch.float32, spec)
 
 
 @pytest.mark.parametrize(
@@ -182,7 +201,7 @@ def test_a_kernel_that_is_wrong_is_left_alone(library, forget, monkeypatch, dama
     monkeypatch.setattr(library, "linear", wrong)
     layer = make_layer()
     x = torch.randn(4, 512, device="cuda", dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match=r"fused kernels of .* give wrong results on .*bfloat16.*report"):
+    with pytest.warns(UserWarning, match=r"fused 4-bit kernels of .* give wrong results on .*bfloat16.*report"):
         got = layer(x)
     exact = x.double() @ layer.dequantize(torch.float32).double().T + layer.bias.double()
     assert ((got.double() - exact).norm() / exact.norm()) < 5e-3

@@ -1,7 +1,10 @@
 // Answers for tests/test_dispatch.py what csrc/dispatch.h picks. One question a line on standard input:
 //   arch sms shared_bytes dtype format layout n k blocksize nested m flags x_offset
 // one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
-// workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace).
+// workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
+// gemm_wgmma (tokens blocks whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles parts
+// base extra stages shared workspace), for gemm_w8 (tokens consumers block_row_tiles token_tiles row_blocks blocks whole_tiles
+// base extra shared workspace).
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -48,6 +51,30 @@ int main() {
         std::cout << "small_wgmma " << shape.tokens << ' ' << shape.row_groups << ' '
                   << shape.accumulators << ' ' << p.bursts << ' ' << p.blocks << ' ' << p.deal.base << ' '
                   << p.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
+        break;
+      }
+      case nf4l::Engine::small_w8: {
+        const nf4l::SmallW8Plan& p = launch.small_w8;
+        const nf4l::SmallBatchShape shape = nf4l::SMALL_W8_SHAPES[p.shape];
+        std::cout << "small_w8 " << shape.row_tiles << ' ' << shape.tokens << ' ' << p.slices << ' ' << p.slice_tiles << ' '
+                  << p.parts << ' ' << p.base_groups << ' ' << p.extra_groups << ' ' << p.stages << ' ' << p.shared_bytes
+                  << ' ' << p.workspace_bytes << '\n';
+        break;
+      }
+      case nf4l::Engine::gemm_w8: {
+        const nf4l::GemmW8Plan& p = launch.gemm_w8;
+        const nf4l::GemmW8Shape shape = nf4l::GEMM_W8_SHAPES[p.shape];
+        std::cout << "gemm_w8 " << shape.tokens << ' ' << shape.consumers << ' ' << p.block_row_tiles << ' '
+                  << p.cut.token_tiles << ' ' << p.cut.row_blocks << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' '
+                  << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
+        break;
+      }
+      case nf4l::Engine::gemm_wgmma: {
+        const nf4l::GemmPlan& p = launch.gemm_wgmma;
+        const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
+        std::cout << "gemm_wgmma " << shape.tokens << ' ' << p.cut.blocks << ' '
+                  << p.cut.whole_tiles << ' ' << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' '
+                  << p.workspace_bytes << '\n';
         break;
       }
     }

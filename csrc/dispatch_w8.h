@@ -1,0 +1,156 @@
+// Which engine takes a linear call with 8-bit weights: launch tables as data, and the pure function that reads them. Plain C++.
+//
+// Times are microseconds on an H200, cold L2, "plain | dependent" launches, bfloat16 (docs/kernel-log.md has the sweeps).
+#ifndef NF4LINEAR_DISPATCH_W8_H
+#define NF4LINEAR_DISPATCH_W8_H
+
+#include <stdint.h>
+
+#include "device_info.h"
+#include "gemm_w8_plan.h"
+#include "layout.h"
+#include "nf4linear.h"
+#include "small_w8_plan.h"
+
+namespace nf4l {
+
+constexpr int64_t W8_ANY = INT64_MAX;
+
+// The first row that fits a call wins. Figures: a 4096x4096 weight, and others where it says so.
+struct SmallW8Row {
+  int64_t m_first, m_last;
+  int shape;            // in SMALL_W8_SHAPES
+  int64_t whole_tiles;  // 64-input tiles up to which the inputs stay in one slice
+  int64_t slice_tiles;  // tiles of a slice beyond that
+};
+constexpr SmallW8Row SMALL_W8_TABLE[] = {
+    {1, 1, small_w8_shape(1, 1), W8_ANY, W8_ANY},
+    {2, 8, small_w8_shape(1, 8), 128, 64},
+    {9, 16, small_w8_shape(1, 16), 64, 64},
+    {17, 32, small_w8_shape(2, 32), 0, 32},
+};
+
+// Rows of the Hopper engine, which come first; it has no group scales.
+struct GemmW8Row {
+  int64_t m_first, m_last;
+  int64_t weights_first;  // n * k
+  int shape;              // in GEMM_W8_SHAPES
+  bool cut;
+};
+constexpr GemmW8Row GEMM_W8_TABLE[] = {
+    {17, 32, 40'000'000, gemm_w8_shape(32, 4), true},
+    {33, 64, 100'000'000, gemm_w8_shape(64, 4), true},
+    {33, 64, 0, gemm_w8_shape(64, 2), true},
+};
+
+constexpr int64_t GEMM_W8_MOST_TABLE_TOKENS = 64;
+
+// More tokens than those: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that, but few
+// tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
+struct GemmW8Cost {
+  int shape;   // in GEMM_W8_SHAPES
+  int k_tile;  // of one output tile
+};
+constexpr GemmW8Cost GEMM_W8_COSTS[] = {
+    {gemm_w8_shape(128, 2), 190},
+    {gemm_w8_shape(192, 2), 200},
+    {gemm_w8_shape(216, 2), 220},
+    {gemm_w8_shape(256, 2), 256},
+};
+constexpr int64_t GEMM_W8_TILE_COST = 850;  // of an output tile: its start and its end
+constexpr int64_t GEMM_W8_CUT_COST = 5000;  // of tiles shared by blocks: sums left, waited for and added
+
+constexpr int64_t gemm_w8_cost(const GemmW8Plan& plan, int64_t k_tile) {
+  const GemmCut& cut = plan.cut;
+  const int64_t whole = ceil_div(cut.whole_tiles, cut.blocks) * (cut.k_tiles * k_tile + GEMM_W8_TILE_COST);
+  const int64_t line = cut.deal.base + (cut.deal.extra > 0);
+  return line ? whole + line * k_tile + GEMM_W8_CUT_COST : whole;
+}
+
+// One of the two, or neither.
+struct W8Launch {
+  enum { none, small, gemm } engine = none;
+  SmallW8Plan small_plan = {};
+  GemmW8Plan gemm_plan = {};
+};
+
+// Plans for one call: each is true if it fits, and then the launch is complete.
+struct W8Picker {
+  const DeviceInfo& device;
+  const nf4l_weight& w;
+  const nf4l_linear_args& a;
+  W8Launch launch = {};
+
+  bool small(int shape, int64_t slices) {
+    const EightBitProblem problem = {w.n, w.k, int(w.blocksize / TILE_K4)};
+    if (!plan_small_w8(problem, shape, int(slices), device.sms, device.shared_bytes, launch.small_plan)) return false;
+    launch.engine = W8Launch::small;
+    return true;
+  }
+
+  bool gemm(int shape, bool cut) {
+    if (!device.wgmma || w.blocksize > 0) return false;
+    if (!plan_gemm_w8(a.m, w.n, w.k, shape, cut, device.sms, device.shared_bytes, launch.gemm_plan)) return false;
+    launch.engine = W8Launch::gemm;
+    return true;
+  }
+
+  // What the tuning flags ask for: a shape of the small-batch engine and slices, or behind those one of the Hopper engine
+  // and 1 to keep output tiles whole.
+  bool tuned(int shape, int cut) {
+    if (shape < SMALL_W8_SHAPE_COUNT) return a.m <= SMALL_W8_SHAPES[shape].tokens && small(shape, cut > 0 ? cut : 1);
+    return shape < SMALL_W8_SHAPE_COUNT + GEMM_W8_SHAPE_COUNT && gemm(shape - SMALL_W8_SHAPE_COUNT, cut != 1);
+  }
+
+  bool cheapest_gemm() {
+    int64_t best = W8_ANY;
+    int shape = -1;
+    bool cut = false;
+    for (const GemmW8Cost& cost : GEMM_W8_COSTS) {
+      for (const bool cuts : {false, true}) {
+        if (!gemm(cost.shape, cuts)) continue;
+        const int64_t this_one = gemm_w8_cost(launch.gemm_plan, cost.k_tile);
+        if (this_one < best) best = this_one, shape = cost.shape, cut = cuts;
+      }
+    }
+    return shape >= 0 && gemm(shape, cut);
+  }
+
+  bool from_gemm_table() {
+    if (a.m > GEMM_W8_MOST_TABLE_TOKENS) return cheapest_gemm();
+    for (const GemmW8Row& row : GEMM_W8_TABLE) {
+      if (a.m < row.m_first || a.m > row.m_last || w.n * w.k < row.weights_first) continue;
+      return gemm(row.shape, row.cut);
+    }
+    return false;
+  }
+
+  bool from_small_table() {
+    const int64_t k_tiles = w.k / TILE_K4;
+    for (const SmallW8Row& row : SMALL_W8_TABLE) {
+      if (a.m < row.m_first || a.m > row.m_last) continue;
+      const int64_t slices = k_tiles <= row.whole_tiles ? 1 : ceil_div(k_tiles, row.slice_tiles);
+      // Few rows leave SMs without work: cut the inputs further, sixteen tiles a slice at least.
+      const int64_t groups = ceil_div(w.n, TILE_ROWS * SMALL_W8_SHAPES[row.shape].row_tiles);
+      const int64_t idle = device.sms / groups, most = k_tiles / 16;
+      return small(row.shape, slices < idle && slices < most ? (idle < most ? idle : most) : slices);
+    }
+    return false;
+  }
+};
+
+// The launch for a call with activations of 16 bits in 16-byte aligned rows.
+inline W8Launch pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf4l_linear_args& a) {
+  W8Picker picker = {device, w, a};
+  if (w.k % TILE_K4) return picker.launch;
+  if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
+    picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
+  } else if (!picker.from_gemm_table()) {
+    picker.from_small_table();
+  }
+  return picker.launch;
+}
+
+}  // namespace nf4l
+
+#endif

@@ -1,0 +1,122 @@
+// The Hopper engine for 8-bit weights seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a
+// block's shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
+#ifndef NF4LINEAR_GEMM_W8_PLAN_H
+#define NF4LINEAR_GEMM_W8_PLAN_H
+
+#include <stdint.h>
+
+#include "deal.h"
+#include "gemm_wgmma_plan.h"
+#include "layout.h"
+
+namespace nf4l {
+
+// A block multiplies up to 64 rows of the weight a consumer by `tokens` rows of x; one more warpgroup feeds them.
+struct GemmW8Shape {
+  int tokens;     // the n of wgmma
+  int consumers;  // warpgroups
+  int stages;     // of the ring, one k tile each
+
+  static constexpr int STORE_TOKENS = 32;            // of y that a warpgroup stores at once
+  static constexpr int TILE_CODES = 2 * TILE_BYTES;  // of a row tile's k tile
+  NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
+  NF4L_HD constexpr int row_tiles() const { return consumers * WARPGROUP_ROWS / TILE_ROWS; }  // at most
+  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }                       // of a stage
+  NF4L_HD constexpr int codes_bytes() const { return row_tiles() * TILE_CODES; }              // of a stage
+  NF4L_HD constexpr int lane_results() const { return tokens / 2; }
+  // Sums of one output tile, float32.
+  NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
+};
+
+// Everything that is compiled, for each kind of codes and 16-bit type.
+constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
+    {32, 4, 9}, {64, 4, 8}, {64, 2, 11}, {128, 2, 8}, {192, 2, 6}, {216, 2, 5}, {256, 2, 5},
+};
+constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
+
+// Index of a compiled shape; asking for another at compile time does not compile.
+constexpr int gemm_w8_shape(int tokens, int consumers) {
+  int i = 0;
+  while (GEMM_W8_SHAPES[i].tokens != tokens || GEMM_W8_SHAPES[i].consumers != consumers) ++i;
+  return i;
+}
+
+// Byte offsets in a block's shared memory; what is swizzled begins at multiples of 1024.
+struct GemmW8Shared {
+  int x;         // [stages][tokens][64], 16 bit
+  int codes;     // [stages][row_tiles][2][512]
+  int out;       // [consumers][2][STORE_TOKENS][64], 16 bit: y on its way out
+  int barriers;  // uint64 [stages][full, empty]
+  int total;
+
+  NF4L_HD static constexpr int out_bytes() { return GemmW8Shape::STORE_TOKENS * WARPGROUP_ROWS * 2; }
+
+  NF4L_HD constexpr explicit GemmW8Shared(GemmW8Shape shape)
+      : x(0),
+        codes(x + shape.stages * shape.x_bytes()),
+        out(codes + shape.stages * shape.codes_bytes()),
+        barriers(out + shape.consumers * 2 * out_bytes()),
+        total(barriers + shape.stages * 16) {}
+};
+
+// One launch.
+struct GemmW8Plan {
+  int shape;            // in GEMM_W8_SHAPES
+  int block_row_tiles;  // of each row block
+  GemmCut cut;
+  int shared_bytes;
+  int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
+};
+
+// Row tiles of a row block, at most `most`: as many as let the last wave of blocks be as full as the others. For few tokens,
+// where reading is what takes time: rows of the tensor cores stay unused.
+constexpr int64_t fitting_row_tiles(int64_t row_tiles, int64_t token_tiles, int64_t most, int64_t sms) {
+  int64_t best = most, best_cost = INT64_MAX;
+  for (int64_t tiles = most; tiles > most / 2; --tiles) {
+    const int64_t cost = ceil_div(ceil_div(row_tiles, tiles) * token_tiles, sms) * tiles;
+    if (cost < best_cost) best = tiles, best_cost = cost;
+  }
+  return best;
+}
+
+// False when nothing fits, or when an index would leave 32 bits. `cut`: output tiles that do not fill a wave are cut along k;
+// otherwise row blocks are made to fit.
+inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool cut, int sms, int shared_limit,
+                         GemmW8Plan& plan) {
+  const GemmW8Shape shape = GEMM_W8_SHAPES[shape_index];
+  const int64_t token_tiles = ceil_div(m, shape.tokens), row_tiles = ceil_div(n, TILE_ROWS), k_tiles = k / GEMM_K;
+  if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
+  const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
+  const bool fit = !cut && shape.tokens <= 64;
+  const int64_t block_tiles =
+      fit ? fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most) : shape.row_tiles();
+  const int64_t row_blocks = ceil_div(row_tiles, block_tiles);
+  if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
+  const int64_t tiles = token_tiles * row_blocks;
+  const int shared = GemmW8Shared(shape).total;
+  if (shared > shared_limit) return false;
+  int64_t blocks = tiles < most ? tiles : most, whole_tiles = tiles;
+  const int64_t rest = tiles % most;
+  if (cut && rest > 0) {
+    blocks = most;
+    whole_tiles = tiles - rest;
+    if (rest * k_tiles < blocks * GEMM_LEAST_TILES) {
+      // Whatever is whole comes first, so only a launch without it shrinks.
+      if (whole_tiles > 0) return false;
+      blocks = ceil_div(rest * k_tiles, GEMM_LEAST_TILES);
+    }
+  }
+  const int64_t units = (tiles - whole_tiles) * k_tiles;
+  if (units > INT32_MAX) return false;
+  const Deal deal = {int(units / blocks), int(units % blocks)};
+  plan = {shape_index,
+          int(block_tiles),
+          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal},
+          shared,
+          units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
+  return true;
+}
+
+}  // namespace nf4l
+
+#endif

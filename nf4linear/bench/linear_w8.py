@@ -1,0 +1,77 @@
+"""8-bit linear layers (int8, one scale a row) beside their peers: weights and contenders for linear.sweep.
+
+nf4linear      the operator, by plain and by programmatic dependent launches
+dequant_gemm   our dequantize, then torch's GEMM
+torch          torch's GEMM on the dequantized 16-bit weight
+bitsandbytes   Linear8bitLt on float16, threshold 0 (it quantizes the activations too), where it is installed
+humming        INT8, one scale a row, where it is installed
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import ClassVar
+
+import torch
+
+from ..formats import EightBitSpec
+from .gpu import copies_of
+from .linear import BenchWeight, Contender, Operands, Peer, torch_peer
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
+
+
+class BenchWeight8(BenchWeight):
+    """A random int8 weight [n, k] with one scale a row, in kernel order on the GPU."""
+
+    op = "linear_w8"
+    format_names: ClassVar[dict[str, str]] = {"humming": "int8"}
+    format_name = "w8_s8"
+
+    def __init__(self, n: int, k: int, seed: int = 0) -> None:
+        self.spec = EightBitSpec("w8_s8", n, k)
+        generator = torch.Generator("cuda").manual_seed(seed)
+        packed = self.spec.packed_tensors()
+        codes = torch.randint(0, 256, packed["qweight"].shape, dtype=torch.uint8, device="cuda", generator=generator)
+        # Row maxima of a usual size: 0.05 +- 0.02.
+        maxima = torch.rand(packed["scale"].shape, device="cuda", generator=generator) * 0.04 + 0.03
+        self.tables = (None, None, None)
+        self.operands: Operands = (codes, maxima, *self.tables)
+        self.geometry = ("w8_s8", n, k, 0)
+        self.nbytes = codes.nbytes + maxima.nbytes
+
+
+def _bitsandbytes(weight: BenchWeight8, dtype: torch.dtype) -> Iterator[Contender]:
+    if importlib.util.find_spec("bitsandbytes") is None:
+        return
+    import bitsandbytes as bnb
+
+    canonical = weight.canonical()
+    layers = []
+    for _ in range(copies_of(weight.nbytes)):
+        layer = bnb.nn.Linear8bitLt(weight.spec.k, weight.spec.n, bias=False, has_fp16_weights=False, threshold=0.0)
+        codes, scale = canonical["codes"].clone(), canonical["scale"]
+        layer.weight = bnb.nn.Int8Params(codes, requires_grad=False, has_fp16_weights=False, CB=codes, SCB=scale)
+        layer.weight.CB, layer.weight.SCB = codes, scale
+        layers.append(layer.cuda().eval())
+    yield Contender("bitsandbytes", layers, weight.nbytes, takes=torch.float16)
+
+
+def _humming(weight: BenchWeight8, dtype: torch.dtype) -> Iterator[Contender]:
+    if importlib.util.find_spec("humming") is None:
+        return
+    from humming.layer import HummingLayer
+
+    dense, layers = weight.dense(dtype), []
+    for _ in range(copies_of(weight.nbytes)):
+        layer = HummingLayer(
+            shape_n=weight.spec.n, shape_k=weight.spec.k, weight_config={"dtype": "int8"}, torch_dtype=dtype
+        ).cuda()
+        layer.load_from_unquantized(dense)
+        layer.transform()
+        layers.append(layer)
+    yield Contender("humming", layers, weight.nbytes, comparable=False)
+
+
+PEERS: dict[str, Peer] = {"torch": torch_peer, "bitsandbytes": _bitsandbytes, "humming": _humming}

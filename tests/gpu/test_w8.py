@@ -1,0 +1,283 @@
+"""The fused kernels for 8-bit weights: every code exact, as accurate as dequantize + GEMM, and safe inside streams and
+graphs; for few tokens (csrc/small_w8.cuh) and on Hopper for any number (csrc/gemm_w8.cuh).
+
+What they compute, with T the 16-bit type of x and all sums in float32; codes are exact in T:
+
+    one scale a row     y = round_T(scale * sum(code * x) + bias)
+    group scales        y = round_T(sum over groups of scale * (sum over the group of code * x) + bias)
+"""
+
+import pytest
+import torch
+
+from nf4linear import mixed, native, ops, reference, reorder
+from nf4linear.formats import EightBitSpec
+from operands import fresh_weight, geometry, operands, spec_id
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+
+DTYPES = [torch.float16, torch.bfloat16]
+SPECS = (
+    EightBitSpec("w8_s8", 48, 192),  # fewer tiles than a burst
+    EightBitSpec("w8_u8", 1000, 576),  # ragged rows, a burst of one tile
+    EightBitSpec("w8_s8", 33, 1088),
+    EightBitSpec("w8_s8", 5, 64),
+    EightBitSpec("w8_s8", 300, 1024, group_size=64),
+    EightBitSpec("w8_s8", 130, 640, group_size=128),
+)
+# (row tiles, tokens) of SMALL_W8_SHAPES, (tokens, consumers) of GEMM_W8_SHAPES (csrc/*_w8_plan.h).
+SMALL = ((1, 1), (1, 8), (1, 16), (2, 32))
+GEMM = ((32, 4), (64, 4), (64, 2), (128, 2), (192, 2), (216, 2), (256, 2))
+WHOLE, CUT = 1, 2
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+DEPENDENT, TRANSPOSED = native.DEPENDENT_LAUNCH, native.TRANSPOSED_OUTPUT
+
+
+def tuned(shape: int, cut: int) -> int:
+    """Flags that take a compiled shape and a cut in place of the launch table's choice."""
+    return (1 + shape) << 8 | cut << 16
+
+
+def gemm_flags(shape: int, cut: int) -> int:
+    return tuned(len(SMALL) + shape, cut)
+
+
+@pytest.fixture(scope="module")
+def library():
+    found = native.library("cuda")
+    assert found, found.why
+    return found
+
+
+@pytest.fixture(scope="module")
+def hopper(library):
+    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in library.architectures:
+        pytest.skip("no Hopper GPU")
+
+
+@pytest.fixture(scope="module", params=SPECS, ids=spec_id)
+def weight(request):
+    spec = request.param
+    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
+    return spec, canonical, reorder.pack(spec, canonical)
+
+
+def launch(library, spec, packed, x, flags=0, bias=None):
+    """The fused product [m, n] into poisoned memory; None where the library leaves the call to a GEMM."""
+    transposed = flags & TRANSPOSED
+    y = torch.full(
+        (spec.n, x.shape[0]) if transposed else (x.shape[0], spec.n), torch.nan, device="cuda", dtype=x.dtype
+    )
+    done = library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags)
+    return (y.T if transposed else y) if done else None
+
+
+def relative_error(got, exact):
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["w8_s8", "w8_u8"])
+@pytest.mark.parametrize("tokens", [1, 8, 32, 64, 256])
+def test_every_code_is_exact(library, dtype, name, tokens):
+    """All 256 codes in every place of a lane, by one-hot activations and a scale of 1."""
+    spec = EightBitSpec(name, 272, 320)
+    codes = (torch.arange(spec.n * spec.k, device="cuda") * 7 % 256).to(torch.uint8).view(spec.n, spec.k)
+    canonical = {"codes": codes.view(spec.integer.dtype), "scale": torch.full((spec.n,), 127.0, device="cuda")}
+    packed = reorder.pack(spec, canonical)
+    for first in range(0, spec.k - tokens + 1, tokens if tokens > 1 else 9):
+        x = torch.zeros(tokens, spec.k, device="cuda", dtype=dtype)
+        x[torch.arange(tokens), first + torch.arange(tokens)] = 1
+        got = launch(library, spec, packed, x)
+        if got is None:  # this many tokens are left to a GEMM
+            return
+        assert torch.equal(got.T, canonical["codes"][:, first : first + tokens].to(dtype)), first
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 300])
+def test_error_is_that_of_dequantize_and_gemm(weight, dtype, tokens):
+    spec, canonical, packed = weight
+    x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
+    bias = torch.randn(spec.n, device="cuda").to(dtype)
+    exact = x.double() @ reference.dequantize(spec, canonical, torch.float32).double().T + bias.double()
+    got = ops.linear(x, *operands(spec, packed), bias, *geometry(spec))
+    gemm = torch.nn.functional.linear(x, reference.dequantize(spec, canonical, dtype), bias)
+    assert relative_error(got, exact) <= 1.05 * relative_error(gemm, exact) + 1e-4
+    assert torch.equal(got, ops.linear(x, *operands(spec, packed), bias, *geometry(spec))), "two calls differ"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("slices", [1, 2, 3, 7])
+@pytest.mark.parametrize("shape", range(len(SMALL)))
+def test_every_small_shape_and_cut(weight, library, dtype, shape, slices):
+    spec, canonical, packed = weight
+    exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
+    most = SMALL[shape][1]
+    for tokens in {1, most // 2 + 1, most}:
+        x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
+        got = launch(library, spec, packed, x, tuned(shape, slices))
+        assert got is not None
+        assert relative_error(got, x.double() @ exact_weight.T) < ROUNDING[dtype]
+        for flags in (0, DEPENDENT, TRANSPOSED):
+            assert torch.equal(got, launch(library, spec, packed, x, tuned(shape, slices) | flags))
+    x = torch.randn(most + 1, spec.k, device="cuda").to(dtype)
+    assert launch(library, spec, packed, x, tuned(shape, slices)) is None
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cut", [WHOLE, CUT])
+@pytest.mark.parametrize("shape", range(len(GEMM)), ids=lambda i: "x".join(map(str, GEMM[i])))
+def test_every_hopper_shape_and_cut(hopper, weight, library, dtype, shape, cut):
+    spec, canonical, packed = weight
+    flags = gemm_flags(shape, cut)
+    exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
+    bias = torch.randn(spec.n, device="cuda").to(dtype)
+    most = GEMM[shape][0]
+    for tokens in (1, most - 1, most, 2 * most + 8):
+        x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
+        got = launch(library, spec, packed, x, flags, bias)
+        if spec.group_size:
+            assert got is None
+            continue
+        assert relative_error(got, x.double() @ exact_weight.T + bias.double()) < ROUNDING[dtype]
+        for extra in (0, DEPENDENT, TRANSPOSED):
+            assert torch.equal(got, launch(library, spec, packed, x, flags | extra, bias))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_shapes(library, dtype):
+    """Several row groups a warp, groups across warps, output tiles across blocks."""
+    spec = EightBitSpec("w8_s8", 14336 + 24, 4096 + 64)
+    canonical = fresh_weight(spec, device="cuda")
+    packed = reorder.pack(spec, canonical)
+    exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
+    x = torch.randn(1200, spec.k, device="cuda").to(dtype)
+    exact = x.double() @ exact_weight.T
+    for tokens in (1, 2, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200, 256, 700, 1200):
+        got = launch(library, spec, packed, x[:tokens])
+        if got is not None:
+            assert relative_error(got, exact[:tokens]) < ROUNDING[dtype], tokens
+
+
+@pytest.mark.parametrize("variant", mixed.VARIANTS)
+def test_mixed_products(library, variant):
+    for m, n, k in ((5, 7, 64), (100, 300, 320), (520, 1000, 1088), (33, 20, 96)):
+        generator = torch.Generator("cuda").manual_seed(m)
+        dense, given = [], []
+        for kind, shape, reorder_operand in zip(
+            variant.split("_"), ((m, k), (k, n)), (mixed.reorder_a, mixed.reorder_b), strict=True
+        ):
+            if kind in mixed.WIDE:
+                dense.append(torch.randn(shape, device="cuda", generator=generator).to(mixed.WIDE[kind]))
+                given.append(dense[-1])
+            else:
+                codes = torch.randint(0, 256, shape, device="cuda", generator=generator, dtype=torch.uint8)
+                dense.append(codes.view(torch.int8) if kind == "s8" else codes)
+                given.append(reorder_operand(dense[-1]))
+        got = getattr(mixed, variant)(*given)
+        exact = dense[0].double() @ dense[1].double()
+        assert got.shape == (m, n) and got.is_contiguous()
+        assert relative_error(got, exact) < ROUNDING[got.dtype]
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("transposed", [0, TRANSPOSED])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 200])
+def test_only_the_output_is_written(weight, library, tokens, transposed):
+    spec, _, packed = weight
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    want = launch(library, spec, packed, x, transposed)
+    if want is None:
+        return
+    for shift in (0, 1, 7):
+        buffer = torch.full((tokens * spec.n + 128,), 12345.0, device="cuda", dtype=torch.bfloat16)
+        sentinel = buffer[0].item()
+        shape = (spec.n, tokens) if transposed else (tokens, spec.n)
+        y = buffer[64 + shift : 64 + shift + tokens * spec.n].view(shape)
+        y.fill_(torch.nan)
+        assert library.linear(native.describe_weight(spec, *operands(spec, packed)), x, None, y, transposed)
+        assert torch.equal(y.T if transposed else y, want)
+        outside = torch.cat((buffer[: 64 + shift], buffer[64 + shift + y.numel() :]))
+        assert (outside == sentinel).all()
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40])
+def test_activations_anywhere(weight, library, tokens):
+    spec, _, packed = weight
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+    want = ops.linear(x, *operands(spec, packed), None, *geometry(spec))
+    for shift, width in ((1, spec.k + 8), (8, spec.k + 8), (0, spec.k + 3), (5, spec.k + 16)):
+        view = torch.empty(tokens, width, device="cuda", dtype=torch.float16)[:, shift % 8 : shift % 8 + spec.k]
+        view.copy_(x)
+        assert relative_error(ops.linear(view, *operands(spec, packed), None, *geometry(spec)), want.double()) < 1e-3
+
+
+# ---- order of work ---------------------------------------------------------------------------------------------------
+
+# (spec, tokens, flags): with and without sums between blocks.
+ORDERED = (
+    (EightBitSpec("w8_s8", 4096, 1024), 1, 0),
+    (EightBitSpec("w8_s8", 512, 1024), 4, tuned(1, 4)),
+    (EightBitSpec("w8_s8", 1024, 2048), 16, tuned(2, 8)),
+    (EightBitSpec("w8_s8", 1024, 2048), 48, 0),
+)
+
+
+@pytest.fixture(scope="module", params=ORDERED, ids=lambda p: f"{p[0].n}-m{p[1]}-{p[2]:x}")
+def ordered(request, library):
+    spec, tokens, flags = request.param
+    packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    if launch(library, spec, packed, x, flags) is None:
+        pytest.skip("left to a GEMM on this GPU")
+    return spec, packed, tokens, flags
+
+
+@pytest.mark.parametrize("extra", [0, DEPENDENT])
+def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extra):
+    spec, packed, tokens, flags = ordered
+    source = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    want = launch(library, spec, packed, source, flags)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(20):
+            x = torch.zeros_like(source)
+            torch.cuda._sleep(200_000)
+            torch.add(source, 0, out=x)
+            assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
+
+
+def test_two_streams_at_once(ordered, library):
+    spec, packed, tokens, flags = ordered
+    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
+    want = [launch(library, spec, packed, x, flags) for x in inputs]
+    streams = [torch.cuda.Stream() for _ in inputs]
+    torch.cuda.synchronize()
+    got = [[], []]
+    for _ in range(100):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                got[i].append(launch(library, spec, packed, inputs[i], flags | DEPENDENT))
+    torch.cuda.synchronize()
+    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in got[i])
+
+
+@pytest.mark.parametrize("extra", [0, DEPENDENT])
+def test_graphs_replay_on_new_inputs(ordered, library, extra):
+    spec, packed, tokens, flags = ordered
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [launch(library, spec, packed, x, flags | extra) for _ in range(8)]
+    for _ in range(5):
+        fresh = torch.randn_like(x)
+        x.copy_(fresh)
+        graph.replay()
+        want = launch(library, spec, packed, fresh, flags)
+        assert all(torch.equal(y, want) for y in outputs)

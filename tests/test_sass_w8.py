@@ -1,0 +1,83 @@
+"""The machine code of the kernels for 8-bit weights, read without a GPU: no spills, bulk copies where an engine
+makes them, tensor cores, and few instructions a conversion."""
+
+import re
+import subprocess
+
+import pytest
+
+from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, run
+from test_sass_small_batch import ARCHITECTURES, assert_nothing_spills, compile_cubin, count, opcodes, pytestmark
+
+assert pytestmark  # the same tools are needed here
+KINDS = [(code, dtype) for code in ("W8S8", "W8U8") for dtype in ("__half", "__nv_bfloat16")]
+ROW_TILES, TOKENS = 1, 8
+ONE_KERNEL = f"""
+#include "small_w8.cuh"
+template __global__ void nf4l::small_w8_kernel<nf4l::W8S8, __nv_bfloat16, {ROW_TILES}, {TOKENS}, 8, true>(
+    const __grid_constant__ nf4l::SmallW8Args);
+"""
+CONVERSION = """
+#include "convert8.cuh"
+extern "C" __global__ void convert(const uint32_t* in, uint32_t* out) {{
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {{
+    const uint32_t word = in[i * 32 + threadIdx.x];
+    for (int p = 0; p < 2; ++p) {{
+      out[(2 * i + p) * 32 + threadIdx.x] = nf4l::Convert8<{dtype}>::pair_of<nf4l::{code}>(word, p);
+    }}
+  }}
+}}
+"""
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_one_kernel_on_every_architecture(arch, tmp_path):
+    (tmp_path / "one.cu").write_text(ONE_KERNEL)
+    cubin = compile_cubin(tmp_path / "one.cu", arch, tmp_path)
+    assert assert_nothing_spills(cubin) == 1
+    code = opcodes(cubin)
+    # The loop is one burst of four tiles; a tile is two 16-byte reads a lane and four products.
+    assert count(code, r"HMMA\.16816\S*") == 4 * 4 * ROW_TILES
+    assert count(code, r"LDS\.128") >= 2 * 4 * ROW_TILES
+    hopper_or_later = int(arch.rstrip("a")) >= 90
+    assert (count(code, r"UBLKCP\S*") > 0) == hopper_or_later
+    assert (count(code, r"ACQBULK|PREEXIT") == 2) == hopper_or_later
+
+
+@pytest.mark.parametrize(("code", "dtype"), KINDS)
+def test_instructions_of_a_conversion(code, dtype, tmp_path):
+    """For a pair: fp16 a PRMT and a subtract; bf16 two LOP3 more, and another subtract for U8."""
+    (tmp_path / "convert.cu").write_text(CONVERSION.format(code=code, dtype=dtype))
+    listing = run(NVDISASM, "-c", str(compile_cubin(tmp_path / "convert.cu", "90a", tmp_path)))
+    counts = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", listing, re.M)
+    pairs = 32
+    half = dtype == "__half"
+    assert pairs <= count(counts, r"PRMT") <= pairs + 4
+    assert count(counts, r"LOP3\S*") <= (0 if half else 2 * pairs) + 8
+    subtracts = count(counts, r"(HADD2|HFMA2)\S*")
+    assert subtracts <= pairs * (1 if half or code == "W8S8" else 2) + 8
+
+
+@pytest.mark.parametrize(("code", "dtype"), KINDS)
+def test_the_hopper_engine(code, dtype, tmp_path):
+    name = f"inst_gemm_w8_{code[2:].lower()}_{'f16' if dtype == '__half' else 'bf16'}.cu"
+    path = tmp_path / "gemm.cubin"
+    flags = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-Xptxas=-v", f"-I{CSRC}"]
+    done = subprocess.run([NVCC, *flags, str(CSRC / name), "-o", str(path)], capture_output=True, text=True, check=True)
+    # ptxas says so where it makes wgmma wait for each other.
+    assert not re.search(r"C75\d\d", done.stdout + done.stderr)
+    usage = run(CUOBJDUMP, "-res-usage", str(path))
+    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    shapes = re.findall(r"\{\d+, \d+, \d+\}", (CSRC / "gemm_w8_plan.h").read_text())
+    assert len(found) == len(shapes) and all((stack, local) == ("0", "0") for _, stack, local in found)
+    code_lines = run(NVDISASM, "-c", str(path))
+    assert len(re.findall(r"\bHGMMA\b|\bHGMMA\.", code_lines)) >= 4 * len(shapes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_every_small_kernel_of_the_build(dtype, tmp_path):
+    shapes = re.findall(r"\{\d+, \d+, 8\}", (CSRC / "small_w8_plan.h").read_text())
+    cubin = compile_cubin(CSRC / f"inst_small_w8_{dtype}.cu", "90a", tmp_path)
+    assert assert_nothing_spills(cubin) == 4 * len(shapes)  # both kinds of codes and of scales
