@@ -65,7 +65,8 @@ def test_plain_calls_of_8_bit_layers_too(library, operator_calls, dtype, group_s
     layer = make_w8_layer(group_size, dtype)
     x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
     got = [layer(x) for _ in range(3)]
-    assert not operator_calls
+    fused = group_size is None or tokens <= 32  # the engine for more tokens has no group scales
+    assert len(operator_calls) == (0 if fused else 3)
     want = by_operator(layer, x)
     assert all(torch.equal(y, want) for y in got)
 
