@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
 SHAPE_COUNT = 4
-MOST_SHARERS = 16
+LEAST_TILES, MOST_SHARERS = 4, 16
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -71,7 +71,8 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) 
                 slots.add((block, begin == 0))
     for tile, (first, number, finishers) in sharers.items():
         assert met[tile] == [(first + i, i < finishers) for i in range(number)], "who finishes has nothing else to do"
-        assert 1 <= finishers <= number <= MOST_SHARERS + 2
+        least = max(LEAST_TILES, k_tiles // MOST_SHARERS)  # of a block's stretch
+        assert 1 <= finishers <= number <= -(-(k_tiles - 1) // least) + 1
     assert len({first for first, *_ in sharers.values()}) == len(sharers), "a counter counts for one tile"
     assert sorted(spans) == list(range(token_tiles * row_blocks))
     assert len(set(places.values())) == len(places)
