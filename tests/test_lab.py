@@ -321,5 +321,6 @@ def test_build_says_the_next_step(tmp_path, monkeypatch, missing, text):
     cmake.write_text(f"#!/bin/sh\necho '{said[missing]}' >&2\nexit 1\n")
     cmake.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(program, "SOURCE", tmp_path)  # an installed package has none
     with pytest.raises(program.ProgramError, match=text):
         program.build(tmp_path / "lab")
