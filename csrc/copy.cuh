@@ -116,10 +116,6 @@ __device__ __forceinline__ void cp_async_wait_group(int pending) {
   }
 }
 
-// A flag in global memory between blocks: what its writer did before is seen by whoever reads the new value.
-__device__ __forceinline__ void st_release_gpu(unsigned* p, unsigned v) {
-  asm volatile("st.release.gpu.global.u32 [%0], %1;" ::"l"(p), "r"(v) : "memory");
-}
 __device__ __forceinline__ unsigned ld_acquire_gpu(const unsigned* p) {
   unsigned v;
   asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(v) : "l"(p) : "memory");

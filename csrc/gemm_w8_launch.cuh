@@ -16,7 +16,7 @@
 
 namespace nf4l {
 
-static_assert(MAX_BLOCKS <= ARRIVALS, "every block of a launch has its own flag");
+static_assert(MAX_BLOCKS == ARRIVALS, "every block of a launch has its own flag");
 
 template <class Code, class T, int SHAPE>
 int launch_gemm_w8(const GemmW8Plan& plan, const GemmW8Args& args, bool dependent_launch, int device, int shared_limit,

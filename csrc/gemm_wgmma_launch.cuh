@@ -16,7 +16,7 @@
 
 namespace nf4l {
 
-static_assert(MAX_BLOCKS <= ARRIVALS, "every block of a launch has its own flag");
+static_assert(MAX_BLOCKS == ARRIVALS, "every block of a launch has its own flag");
 
 template <class Format, class T, int SHAPE>
 int launch_gemm(const GemmPlan& plan, const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,

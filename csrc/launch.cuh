@@ -4,7 +4,6 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include <stdlib.h>
 #include <atomic>
 
 #include "layout.h"
@@ -38,9 +37,6 @@ inline int prepare_kernel(KernelState& state, const void* kernel, int device, in
   if (const int status = status_of(cudaFuncGetAttributes(&attributes, kernel))) return status;
   const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
   if (const int status = status_of(cudaFuncSetAttribute(kernel, most, shared_limit))) return status;
-#ifdef NF4L_EXPERIMENT
-  if (const char* c = getenv("NF4L_CARVEOUT")) cudaFuncSetAttribute(kernel, cudaFuncAttributePreferredSharedMemoryCarveout, atoi(c));
-#endif
   if (remembered) state.arch[device].store(attributes.ptxVersion, std::memory_order_release);
   return attributes.ptxVersion;
 }

@@ -15,7 +15,7 @@
 
 namespace nf4l {
 
-static_assert(MAX_PARTS <= ARRIVALS, "every part of a launch has its own counter");
+static_assert(MAX_PARTS == ARRIVALS, "every part of a launch has its own counter");
 
 template <class T, int R, int TOKENS, int WARPS>
 int launch_small_batch(const SmallBatchPlan& plan, SmallBatchArgs args, int device, int shared_limit,

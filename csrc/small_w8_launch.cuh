@@ -14,6 +14,8 @@
 
 namespace nf4l {
 
+static_assert(MAX_PARTS == ARRIVALS, "every part of a launch has its own counter");
+
 template <class Code, class T, int SHAPE, bool GROUPED>
 int launch_small_w8(const SmallW8Plan& plan, SmallW8Args args, int device, int shared_limit, cudaStream_t stream) {
   static KernelState state;

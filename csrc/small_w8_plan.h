@@ -82,7 +82,7 @@ inline bool plan_small_w8(const EightBitProblem& p, int shape_index, int slices,
                           SmallW8Plan& plan) {
   const SmallBatchShape shape = SMALL_W8_SHAPES[shape_index];
   const int64_t k_tiles = p.k / TILE_K4, groups = ceil_div(ceil_div(p.n, TILE_ROWS), shape.row_tiles);
-  if (groups * k_tiles > INT32_MAX / 4) return false;
+  if (groups * k_tiles > INT32_MAX / 4 || p.n > INT32_MAX - 1024) return false;
   const int64_t wanted = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST;
   for (int64_t slice_tiles = wanted; slice_tiles > 0; slice_tiles -= BURST) {
     const int64_t cut = ceil_div(k_tiles, slice_tiles);  // no slice is empty

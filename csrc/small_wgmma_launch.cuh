@@ -17,7 +17,7 @@
 
 namespace nf4l {
 
-static_assert(MAX_BLOCKS <= ARRIVALS, "every block of a launch has its own counter");
+static_assert(MAX_BLOCKS == ARRIVALS, "every block of a launch has its own counter");
 
 template <class T, int SHAPE>
 int launch_small_wgmma(const SmallWgmmaPlan& plan, const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps, bool dependent_launch,

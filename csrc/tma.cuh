@@ -51,16 +51,7 @@ __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
-// The box of a map at (column, row); zeros outside the tensor.
-__device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUtensorMap* map, int column, int row,
-                                                        uint32_t barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::"r"(to),
-      "l"(map), "r"(column), "r"(row), "r"(barrier)
-      : "memory");
-}
-
-// The same for three dimensions.
+// The box of a map at (x, y, z); zeros outside the tensor.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t to, const CUtensorMap* map, int x, int y, int z,
                                                         uint32_t barrier) {
   asm volatile(
@@ -69,7 +60,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t to, const CUten
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
-// A box of two dimensions, with an L2 policy.
+
+// The same in two dimensions, with an L2 policy.
 __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUtensorMap* map, int column, int row,
                                                         uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -78,6 +70,7 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUten
       "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
 }
+
 // Fetches a map ahead of its first use.
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import eager_cpu, native, selfcheck
-from .formats import WeightSpec
+from .formats import FourBitSpec, WeightSpec
 
 # Looked up once: between two layers of a model the tables of torch's modules leave the caches, and a name in them costs
 # more than the call.
@@ -24,10 +24,16 @@ _dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C.
 _functorch_active, _tracing_state = torch._C._are_functorch_transforms_active, torch._C._get_tracing_state
 _data_ptr = Tensor.data_ptr
 
-# Fused kernels take no more tokens than this; longer inputs are left to the operator without asking.
-MOST_TOKENS = 1536
 # Inputs with more tokens are prompts, whose lengths rarely come back: nothing about their shapes is kept.
 MOST_KEPT_TOKENS = 64
+
+
+def most_tokens(spec: WeightSpec) -> int:
+    """Longer inputs are left to the operator without asking: no fused kernel takes them (csrc/dispatch.h), or they take
+    so long that its microseconds do not show."""
+    if isinstance(spec, FourBitSpec):
+        return 128
+    return 32 if spec.group_size else 4096
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:
@@ -115,7 +121,8 @@ class BoundWeight:
         status = self._library.launch(self._weight_pointer, args, torch._C._cuda_getCurrentRawStream(self._device))
         if status != native.OK:
             # No kernel for this many tokens, or none for this GPU: the operator knows what to do, and what to say.
-            self._calls[shape] = None
+            if call.tokens <= MOST_KEPT_TOKENS:
+                self._calls[shape] = None
             return None
         self._settled = True
         return y
@@ -129,12 +136,12 @@ class BoundWeight:
         """What calls of x's shape share, kept for few tokens; None for a shape that is the operator's."""
         n, k = self._spec.n, self._spec.k
         tokens, call = x.numel() // k, None
-        if x.shape[-1:] == (k,) and 0 < tokens <= MOST_TOKENS:
+        if x.shape[-1:] == (k,) and 0 < tokens <= most_tokens(self._spec):
             pointer = x.data_ptr()  # stands for y's too: nothing is launched
             args = native.LinearArgs(self._dtype_id, 0, tokens, pointer, k, None, pointer, None, 0)
             workspace = self._library.workspace_bytes(self._weight, args)
             call = _Call(tokens, x.new_empty(1).expand(*x.shape[:-1], n), workspace)
-        if call is None or tokens <= MOST_KEPT_TOKENS:
+        if tokens <= MOST_KEPT_TOKENS:
             self._calls[x.shape] = call
         return call
 

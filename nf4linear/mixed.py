@@ -40,7 +40,7 @@ _library.define(
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class NarrowOperand:
     """An int8 or uint8 matrix in kernel order; `rows` are those of a first operand or the columns of a second one."""
 
@@ -102,6 +102,8 @@ def matmul(a: Tensor | NarrowOperand, b: Tensor | NarrowOperand) -> Tensor:
         raise TypeError(f"the wide operand must be a float16 or bfloat16 matrix; got {wide.dtype} {list(wide.shape)}")
     if wide.shape[0 if first else 1] != narrow.spec.k:
         raise ValueError(f"cannot multiply {list(a.shape)} by {list(b.shape)}")
+    if wide.requires_grad and torch.is_grad_enabled():
+        raise TypeError("mixed products have no gradient; use torch.no_grad(), detach(), or a W8Linear")
     if wide.device != narrow.qweight.device:
         raise ValueError(f"operands are on {wide.device} and {narrow.qweight.device}; move one of them")
     spec = narrow.spec
@@ -130,6 +132,12 @@ def _by_gemm(wide, qweight, scale, format, rows, k, narrow_first):
 def _by_library(wide, qweight, scale, format, rows, k, narrow_first):
     library = native.library("cuda")
     spec = EightBitSpec(format, rows, k)
+    ops._check_weight(spec, qweight, scale, None, None, None)
+    if wide.dim() != 2 or wide.shape[1] != k or wide.device != qweight.device:
+        raise ValueError(
+            f"the wide operand must be [tokens, {k}] on {qweight.device}; got {list(wide.shape)} on {wide.device}"
+        )
+    qweight, scale, *_ = ops._aligned((qweight, scale, None, None, None))
     y = _fake(wide, qweight, scale, format, rows, k, narrow_first)
     if y.numel() == 0:
         return y

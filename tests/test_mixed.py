@@ -101,3 +101,12 @@ def test_what_is_refused(call, error, text):
 def test_narrow_operands_move():
     _, (_, narrow) = operands("f16_s8", 3, 5, 32)
     assert isinstance(narrow.to("cpu"), NarrowOperand) and narrow.to("cpu").dtype == torch.int8
+
+
+def test_a_gradient_is_refused_not_lost():
+    narrow = mixed.reorder_b(torch.zeros(64, 32, dtype=torch.int8))
+    wide = torch.randn(2, 64, dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(TypeError, match="no gradient"):
+        mixed.matmul(wide, narrow)
+    with torch.no_grad():
+        assert mixed.matmul(wide, narrow).shape == (2, 32)

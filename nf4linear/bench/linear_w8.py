@@ -19,8 +19,6 @@ from ..formats import EightBitSpec
 from .gpu import copies_of
 from .linear import BenchWeight, Contender, Operands, Peer, torch_peer
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
-
 
 class BenchWeight8(BenchWeight):
     """A random int8 weight [n, k] with one scale a row, in kernel order on the GPU."""

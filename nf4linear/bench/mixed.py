@@ -95,9 +95,7 @@ def markdown(record: Row) -> str:
     ]  # fmt: skip
     for variant in dict.fromkeys(row["variant"] for row in rows):
         by_shape = {(row["m"], row["n"], row["k"]): row for row in rows if row["variant"] == variant}
-        cells = [
-            f"{by_shape[s]['TFLOPs']:.0f} ({by_shape[s]['of_plain']:.2f})" if s in by_shape else "-" for s in shapes
-        ]
+        cells = [_cell(by_shape.get(shape)) for shape in shapes]
         error = max(row["rel_err"] for row in by_shape.values() if row["rel_err"] is not None)
         lines.append("| " + " | ".join([variant, *cells, f"{error:.1e}"]) + " |")
     return "\n".join(lines) + "\n"

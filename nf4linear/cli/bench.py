@@ -11,7 +11,6 @@ import typer
 from rich.console import Console
 from rich.progress import Progress
 
-from .. import eager
 from .. import mixed as mixed_products
 from ..bench import generate as generate_bench
 from ..bench import gpu, linear_report, linear_w8
@@ -64,7 +63,7 @@ def linear(
             need_matplotlib()
         ceilings = gpu.measure_ceilings()
         if tune:
-            numbers = [m for m in numbers if m <= eager.MOST_TOKENS]
+            numbers = [m for m in numbers if m <= linear_bench.TUNE_MOST_TOKENS]
             cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
         else:
             peers = [known[name] for name in peer or known]
