@@ -14,17 +14,20 @@ CSRC = ROOT / "csrc"
 # From the bottom up. A module not named here belongs to no layer of its own: it may be used by whatever stands above
 # everything that it imports itself.
 PYTHON_CHAIN = (
-    "formats", "layout", "reference", "reorder", "native", "selfcheck", "eager", "ops", "bnb", "linear", "select",
-    "checkpoint", "model_rules", "hf", "bookkeeping", "patch", "cli",
+    "formats", "layout", "reference", "reorder", "native", "selfcheck", "eager", "ops", "mixed", "bnb", "linear",
+    "select", "checkpoint", "model_rules", "hf", "bookkeeping", "patch", "cli",
 )  # fmt: skip
 C_CHAIN = (
-    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "four_bit.h", "small_batch_plan.h", "small_wgmma_plan.h",
-    "small_w8_plan.h", "gemm_w8_plan.h", "dispatch_w8.h", "dispatch.h", "launch.cuh", "convert.cuh", "convert8.cuh",
-    "copy.cuh", "tma.cuh", "scale.cuh", "decode.cuh", "dequant.cuh", "four_bit.cuh", "small_batch_load.cuh",
-    "small_batch.cuh", "small_batch_launch.h", "small_batch_launch.cuh", "small_wgmma_load.cuh",
-    "small_wgmma_finish.cuh", "small_wgmma.cuh", "small_wgmma_launch.h", "small_wgmma_launch.cuh", "small_w8_load.cuh",
-    "small_w8.cuh", "small_w8_launch.h", "small_w8_launch.cuh", "gemm_w8_load.cuh", "gemm_w8_finish.cuh", "gemm_w8.cuh",
-    "gemm_w8_launch.h", "gemm_w8_launch.cuh", "device.cuh", "entry.cu",
+    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "device_info.h", "deal.h", "four_bit.h",
+    "small_batch_plan.h", "small_wgmma_plan.h", "gemm_wgmma_plan.h", "small_w8_plan.h", "gemm_w8_plan.h",
+    "dispatch_w8.h", "dispatch.h",
+    "arrivals.h", "launch.cuh", "convert.cuh", "convert8.cuh", "copy.cuh", "mma_sm80.cuh", "wgmma_sm90.cuh", "tma.cuh",
+    "scale.cuh", "decode.cuh", "dequant.cuh", "four_bit.cuh", "small_batch_load.cuh", "small_batch.cuh",
+    "small_batch_launch.h", "small_batch_launch.cuh", "small_wgmma_load.cuh", "small_wgmma_finish.cuh",
+    "small_wgmma.cuh", "small_wgmma_launch.h", "small_wgmma_launch.cuh", "small_w8_load.cuh", "small_w8.cuh",
+    "small_w8_launch.h", "small_w8_launch.cuh", "gemm_w8_load.cuh", "gemm_w8_finish.cuh", "gemm_w8.cuh",
+    "gemm_w8_launch.h", "gemm_w8_launch.cuh", "gemm_wgmma_load.cuh", "gemm_wgmma_finish.cuh", "gemm_wgmma.cuh",
+    "gemm_wgmma_four_bit.cuh", "gemm_wgmma_launch.h", "gemm_wgmma_launch.cuh", "device.cuh", "entry.cu",
 )  # fmt: skip
 
 
@@ -92,6 +95,11 @@ def reachable(start: str, edges) -> set[str]:
 
 def test_every_layer_of_the_chain_exists():
     assert {name.split(".")[0] for name in modules()} >= set(PYTHON_CHAIN)
+
+
+def test_every_header_has_its_place():
+    headers = {path.name for pattern in ("*.h", "*.cuh") for path in CSRC.glob(pattern)}
+    assert headers | {"entry.cu"} == set(C_CHAIN)
 
 
 @pytest.mark.parametrize("name", sorted(modules()))
