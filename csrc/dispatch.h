@@ -20,8 +20,6 @@ namespace nf4l {
 // nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
 enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, gemm_w8 };
 
-constexpr int64_t ANY = INT64_MAX;
-
 // The first row that fits a call wins.
 struct LaunchRow {
   int arch_first, arch_last;
@@ -93,15 +91,6 @@ struct Launch {
   SmallW8Plan small_w8 = {};
 };
 
-// Slices of the inputs that a row asks for.
-inline int wanted_slices(const LaunchRow& row, int sms, int64_t n, int64_t k_tiles) {
-  const int64_t slices = k_tiles <= row.whole_tiles ? 1 : ceil_div(k_tiles, row.slice_tiles);
-  // Few rows leave SMs without work: cut the inputs further, sixteen tiles a slice at least.
-  const int64_t groups = ceil_div(n, TILE_ROWS * SMALL_BATCH_SHAPES[row.shape].row_tiles);
-  const int64_t idle = sms / groups, most = k_tiles / 16;
-  return int(slices < idle && slices < most ? (idle < most ? idle : most) : slices);
-}
-
 inline FourBitProblem four_bit_problem(const nf4l_weight& w) {
   const int log2_group = log2_of(w.blocksize / TILE_K4 * NESTED_BLOCKSIZE);
   return {w.n, w.k, w.kb_full, log2_group, w.nested_code != nullptr};
@@ -167,7 +156,7 @@ struct Picker {
     for (const LaunchRow& row : LAUNCH_TABLE) {
       if (device.arch < row.arch_first || device.arch > row.arch_last) continue;
       if (a.m < row.m_first || a.m > row.m_last || w.n * w.k > row.weights_last) continue;
-      return small_batch(row.shape, wanted_slices(row, device.sms, w.n, w.k / TILE_K4));
+      return small_batch(row.shape, wanted_slices(row, SMALL_BATCH_SHAPES[row.shape], device.sms, w.n, w.k / TILE_K4));
     }
     return false;
   }

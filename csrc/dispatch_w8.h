@@ -14,8 +14,6 @@
 
 namespace nf4l {
 
-constexpr int64_t W8_ANY = INT64_MAX;
-
 // The first row that fits a call wins. Figures: a 4096x4096 weight, and others where it says so.
 struct SmallW8Row {
   int64_t m_first, m_last;
@@ -24,7 +22,7 @@ struct SmallW8Row {
   int64_t slice_tiles;  // tiles of a slice beyond that
 };
 constexpr SmallW8Row SMALL_W8_TABLE[] = {
-    {1, 1, small_w8_shape(1, 1), W8_ANY, W8_ANY},
+    {1, 1, small_w8_shape(1, 1), ANY, ANY},
     {2, 8, small_w8_shape(1, 8), 128, 64},
     {9, 16, small_w8_shape(1, 16), 64, 64},
     {17, 32, small_w8_shape(2, 32), 0, 32},
@@ -103,7 +101,7 @@ struct W8Picker {
   }
 
   bool cheapest_gemm() {
-    int64_t best = W8_ANY;
+    int64_t best = ANY;
     int shape = -1;
     bool cut = false;
     for (const GemmW8Cost& cost : GEMM_W8_COSTS) {
@@ -126,14 +124,9 @@ struct W8Picker {
   }
 
   bool from_small_table() {
-    const int64_t k_tiles = w.k / TILE_K4;
     for (const SmallW8Row& row : SMALL_W8_TABLE) {
       if (a.m < row.m_first || a.m > row.m_last) continue;
-      const int64_t slices = k_tiles <= row.whole_tiles ? 1 : ceil_div(k_tiles, row.slice_tiles);
-      // Few rows leave SMs without work: cut the inputs further, sixteen tiles a slice at least.
-      const int64_t groups = ceil_div(w.n, TILE_ROWS * SMALL_W8_SHAPES[row.shape].row_tiles);
-      const int64_t idle = device.sms / groups, most = k_tiles / 16;
-      return small(row.shape, slices < idle && slices < most ? (idle < most ? idle : most) : slices);
+      return small(row.shape, wanted_slices(row, SMALL_W8_SHAPES[row.shape], device.sms, w.n, w.k / TILE_K4));
     }
     return false;
   }

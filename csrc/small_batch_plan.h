@@ -34,6 +34,16 @@ constexpr int small_batch_shape(int row_tiles, int tokens) {
   return i;
 }
 
+// Slices of the inputs that a row of a launch table asks for.
+template <class Row>
+int wanted_slices(const Row& row, SmallBatchShape shape, int sms, int64_t n, int64_t k_tiles) {
+  const int64_t slices = k_tiles <= row.whole_tiles ? 1 : ceil_div(k_tiles, row.slice_tiles);
+  // Few rows leave SMs without work: cut the inputs further, sixteen tiles a slice at least.
+  const int64_t groups = ceil_div(n, TILE_ROWS * shape.row_tiles);
+  const int64_t idle = sms / groups, most = k_tiles / 16;
+  return int(slices < idle && slices < most ? (idle < most ? idle : most) : slices);
+}
+
 // Arrival counters of one launch: one for each block column.
 constexpr int MAX_PARTS = 256;
 

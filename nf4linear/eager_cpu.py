@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import native
-from .formats import WeightSpec
+from .formats import WeightSpec, operands_of
 from .native import OK, cpu_flags, pack_linear_args
 
 # Looked up once, see eager.py.
@@ -93,12 +93,11 @@ class BoundCpuWeight:
 
 def are_packed(spec: WeightSpec, tensors: tuple[Tensor | None, ...]) -> bool:
     """Whether the weight arguments have the dtypes and shapes of the spec: a library takes their bare pointers."""
-    packed = spec.packed_tensors()
-    names = ("qweight", spec.scales_name, "nested_code", "nested_absmax", "nested_offset")
-    wanted = ((packed[name].dtype, packed[name].shape) if name in packed else None for name in names)
-    return all(
-        t is None if want is None else t is not None and (t.dtype, tuple(t.shape)) == want
-        for t, want in zip(tensors, wanted, strict=True)
+    expected = operands_of(spec)
+    given, absent = tensors[: len(expected)], tensors[len(expected) :]
+    return all(t is None for t in absent) and all(
+        t is not None and t.dtype == dtype and t.shape == shape
+        for t, (_, dtype, shape) in zip(given, expected, strict=True)
     )
 
 

@@ -275,6 +275,14 @@ PACKED_NAMES = frozenset().union(
 
 
 @functools.lru_cache(maxsize=4096)
+def operands_of(spec: WeightSpec) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
+    """Name, dtype and shape of the weight arguments an operator takes: five, or two without double quantization."""
+    packed = spec.packed_tensors()
+    names = ("qweight", spec.scales_name, "nested_code", "nested_absmax", "nested_offset")
+    return tuple((name, packed[name].dtype, packed[name].shape) for name in names if name in packed)
+
+
+@functools.lru_cache(maxsize=4096)
 def make_spec(format: str, n: int, k: int, blocksize: int, double_quant: bool) -> WeightSpec:
     """The spec of an operator call, whose `blocksize` is that of the spec (of an 8-bit one too)."""
     if isinstance(FORMATS.get(format), IntegerFormat):

@@ -14,7 +14,6 @@ never depends on which was picked, up to the order of summation.
 
 from __future__ import annotations
 
-import functools
 from typing import NoReturn
 
 import torch
@@ -22,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import native, reference, reorder, selfcheck
-from .formats import FourBitSpec, WeightSpec, make_spec
+from .formats import FourBitSpec, WeightSpec, make_spec, operands_of
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,18 +35,10 @@ _library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias, {_SPEC}, bool settle
 # ---- checks ----------------------------------------------------------------------------------------------------------
 
 
-@functools.lru_cache(maxsize=4096)
-def _expected(spec: WeightSpec) -> tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]:
-    """Name, dtype and shape of the weight arguments an operator takes: five, or two without double quantization."""
-    packed = spec.packed_tensors()
-    names = ("qweight", spec.scales_name, "nested_code", "nested_absmax", "nested_offset")
-    return tuple((name, packed[name].dtype, packed[name].shape) for name in names if name in packed)
-
-
 def _check_weight(spec: WeightSpec, *tensors: Tensor | None) -> None:
     """Refuse packed tensors a kernel would misread: each must have its dtype, shape and device, and be contiguous."""
     device = tensors[0].device
-    expected = _expected(spec)
+    expected = operands_of(spec)
     for (name, dtype, shape), got in zip(expected, tensors, strict=False):
         if got is None or got.dtype != dtype or got.shape != shape or got.device != device or not got.is_contiguous():
             _refuse_tensor(spec, name, dtype, shape, got, device)

@@ -41,6 +41,11 @@ def functions(cubin: Path) -> dict[str, str]:
     return dict(zip(parts[1::2], parts[2::2], strict=True))
 
 
+def opcodes(code: str) -> list[str]:
+    """The instructions of a disassembly, with their modifiers and without predicates."""
+    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", code, re.MULTILINE)
+
+
 def test_all_byte_orders_are_compiled(cubin):
     names = " ".join(functions(cubin))
     assert all(order in names for order in ("FlatOrder", "Tile64Order", "Tile32Order")), names

@@ -1,14 +1,12 @@
 """The machine code of the prefill kernels, read without a GPU: asynchronous wgmma, no spills, cheap look-ups."""
 
-import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, functions, run
-from test_sass_small_wgmma import opcodes
+from sass_wgmma import assert_asynchronous, assert_nothing_for_sm_80, compile_for
+from test_sass import CUOBJDUMP, NVCC, NVDISASM, functions, opcodes
 
 pytestmark = pytest.mark.skipif(
     not (NVCC and CUOBJDUMP and NVDISASM and shutil.which("c++")),
@@ -20,19 +18,11 @@ SHAPES = 4  # GEMM_SHAPES in csrc/gemm_wgmma_plan.h
 @pytest.fixture(scope="module", params=["f16", "bf16"])
 def build(request, tmp_path_factory) -> tuple[Path, str]:
     """The compiled kernels, and what ptxas said about them."""
-    path = tmp_path_factory.mktemp("sass") / f"{request.param}.cubin"
-    flags = ["-cubin", "-arch=sm_90a", "-O3", "-std=c++17", "-Xptxas=-v", f"-I{CSRC}"]
-    command = [NVCC, *flags, str(CSRC / f"inst_gemm_wgmma_{request.param}.cu"), "-o", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return path, done.stderr
+    return compile_for("90a", f"inst_gemm_wgmma_{request.param}.cu", tmp_path_factory.mktemp("sass"))
 
 
 def test_ptxas_keeps_wgmma_asynchronous(build):
-    """It says C75xx where it serialises wgmma or ignores setmaxnreg, and goes on."""
-    _, said = build
-    assert said.count("Compiling entry function") == SHAPES
-    assert not re.findall(r"\(C75\d\d\)|setmaxnreg", said), said
-    assert said.count("0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads") == SHAPES
+    assert_asynchronous(build[1], SHAPES)
 
 
 def test_a_k_tile_is_four_steps_of_wgmma_and_look_ups(build):
@@ -54,10 +44,4 @@ def test_a_k_tile_is_four_steps_of_wgmma_and_look_ups(build):
 
 
 def test_other_architectures_get_nothing(tmp_path):
-    path = tmp_path / "sm_80.cubin"
-    flags = ["-cubin", "-arch=sm_80", "-O3", "-std=c++17", f"-I{CSRC}"]
-    subprocess.run([NVCC, *flags, str(CSRC / "inst_gemm_wgmma_bf16.cu"), "-o", str(path)], check=True)
-    usage = run(CUOBJDUMP, "-res-usage", str(path))
-    assert len(re.findall(r"Function \S+:", usage)) == SHAPES
-    for name, code in functions(path).items():
-        assert len(opcodes(code)) < 40, name
+    assert_nothing_for_sm_80("inst_gemm_wgmma_bf16.cu", SHAPES, tmp_path)

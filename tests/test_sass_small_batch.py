@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, run
+from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, opcodes, run
 
 pytestmark = pytest.mark.skipif(
     not (NVCC and CUOBJDUMP and NVDISASM and shutil.which("c++")),
@@ -47,10 +47,8 @@ def one(request, tmp_path_factory) -> tuple[str, Path]:
     return request.param, compile_cubin(folder / "one.cu", request.param, folder)
 
 
-def opcodes(cubin: Path) -> list[str]:
-    lines = re.findall(
-        r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", run(NVDISASM, "-c", str(cubin)), re.M
-    )
+def opcodes_of(cubin: Path) -> list[str]:
+    lines = opcodes(run(NVDISASM, "-c", str(cubin)))
     assert len(lines) > 500
     return lines
 
@@ -62,7 +60,7 @@ def count(instructions: list[str], pattern: str) -> int:
 def test_one_kernel_on_every_architecture(one):
     arch, cubin = one
     assert assert_nothing_spills(cubin) == 1
-    code = opcodes(cubin)
+    code = opcodes_of(cubin)
     assert count(code, r"(LDL|STL).*") == 0
     # The loop is two bursts of four tiles for each row tile.
     tiles = 2 * 4 * ROW_TILES
@@ -82,4 +80,4 @@ def test_every_kernel_of_the_build(dtype, tmp_path):
     assert len(shapes) >= 7
     cubin = compile_cubin(CSRC / f"inst_small_batch_{dtype}.cu", "90a", tmp_path)
     assert assert_nothing_spills(cubin) == len(shapes)
-    assert count(opcodes(cubin), r"(LDL|STL).*") == 0
+    assert count(opcodes_of(cubin), r"(LDL|STL).*") == 0

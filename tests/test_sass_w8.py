@@ -6,8 +6,8 @@ import subprocess
 
 import pytest
 
-from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, run
-from test_sass_small_batch import ARCHITECTURES, assert_nothing_spills, compile_cubin, count, opcodes, pytestmark
+from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, opcodes, run
+from test_sass_small_batch import ARCHITECTURES, assert_nothing_spills, compile_cubin, count, opcodes_of, pytestmark
 
 assert pytestmark  # the same tools are needed here
 KINDS = [(code, dtype) for code in ("W8S8", "W8U8") for dtype in ("__half", "__nv_bfloat16")]
@@ -36,7 +36,7 @@ def test_one_kernel_on_every_architecture(arch, tmp_path):
     (tmp_path / "one.cu").write_text(ONE_KERNEL)
     cubin = compile_cubin(tmp_path / "one.cu", arch, tmp_path)
     assert assert_nothing_spills(cubin) == 1
-    code = opcodes(cubin)
+    code = opcodes_of(cubin)
     # The loop is one burst of four tiles; a tile is two 16-byte reads a lane and four products.
     assert count(code, r"HMMA\.16816\S*") == 4 * 4 * ROW_TILES
     assert count(code, r"LDS\.128") >= 2 * 4 * ROW_TILES
@@ -50,7 +50,7 @@ def test_instructions_of_a_conversion(code, dtype, tmp_path):
     """For a pair: fp16 a PRMT and a subtract; bf16 two LOP3 more, and another subtract for U8."""
     (tmp_path / "convert.cu").write_text(CONVERSION.format(code=code, dtype=dtype))
     listing = run(NVDISASM, "-c", str(compile_cubin(tmp_path / "convert.cu", "90a", tmp_path)))
-    counts = re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z0-9_.]+)", listing, re.M)
+    counts = opcodes(listing)
     pairs = 32
     half = dtype == "__half"
     assert pairs <= count(counts, r"PRMT") <= pairs + 4
