@@ -1,13 +1,14 @@
 // The counters live in the library, not in a workspace: they have to be zero at first, and clearing them in front of
-// each launch would cost as much as a small layer. A workspace that outlives a call is no way out, because torch.compile's
-// CUDA graphs refuse memory that an operator keeps.
+// each launch would cost as much as a small layer. A workspace that outlives a call is no way out, because
+// torch.compile's CUDA graphs refuse memory that an operator keeps.
 #include "arrivals.h"
 
 #include <stdint.h>
 
 #include <mutex>
 
-#include "launch.cuh"
+#include "status.cuh"
+#include "validate.h"
 
 namespace nf4l {
 namespace {
@@ -46,8 +47,8 @@ unsigned* find_set(const Owner& owner) {
   return static_cast<unsigned*>(base) + set * ARRIVALS;
 }
 
-}  // namespace
-
+// A set of counters which launches that may run at the same time never share: it belongs to a stream, or to a stream of
+// one capture. NULL when there is none left.
 unsigned* arrival_set(int device, cudaStream_t stream) {
   cudaStreamCaptureStatus capturing;
   Owner owner = {device, 0, 0};
@@ -68,11 +69,19 @@ unsigned* arrival_set(int device, cudaStream_t stream) {
   return last_set;
 }
 
-int claim_arrivals(unsigned*& arrivals, int device, cudaStream_t stream, void* spare) {
-  arrivals = arrival_set(device, stream);
-  if (arrivals) return NF4L_OK;
-  arrivals = static_cast<unsigned*>(spare);
-  return status_of(cudaMemsetAsync(spare, 0, ARRIVALS * sizeof(unsigned), stream));
+}  // namespace
+
+int claim_workspace(Workspace& workspace, const nf4l_linear_args& args, int64_t bytes, const LaunchTarget& target) {
+  if (bytes == 0) return NF4L_OK;
+  const bool large_enough = args.workspace && int64_t(args.workspace_bytes) >= bytes;
+  if (!large_enough || !aligned(args.workspace, 16)) return NF4L_BAD_ARGUMENT;
+  workspace.sums = args.workspace;
+  workspace.arrivals = arrival_set(target.device, target.stream);
+  if (workspace.arrivals) return NF4L_OK;
+  constexpr size_t SET_BYTES = ARRIVALS * sizeof(unsigned);
+  char* spare = static_cast<char*>(args.workspace) + bytes - SET_BYTES;
+  workspace.arrivals = reinterpret_cast<unsigned*>(spare);
+  return status_of(cudaMemsetAsync(spare, 0, SET_BYTES, target.stream));
 }
 
 }  // namespace nf4l

@@ -3,18 +3,25 @@
 #define NF4LINEAR_ARRIVALS_H
 
 #include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "deal.h"
+#include "engines.h"
+#include "nf4linear.h"
 
 namespace nf4l {
 
-constexpr int ARRIVALS = 256;  // counters of one set
+constexpr int ARRIVALS = MAX_BLOCKS;  // counters of one set
 
-// A set of ARRIVALS counters on `device`, all zero, which a launch on `stream` must leave zero. Launches that may run at
-// the same time never share one: a set belongs to a stream, or to a stream of one capture. NULL when there is none left.
-unsigned* arrival_set(int device, cudaStream_t stream);
+// What the blocks of a launch share. NULL where a plan asks for no workspace.
+struct Workspace {
+  void* sums = nullptr;          // 16-byte aligned
+  unsigned* arrivals = nullptr;  // ARRIVALS counters, all zero, which the launch must leave zero
+};
 
-// A set in any case: where the library has none left, `spare`, ARRIVALS counters of the launch's own, which are cleared on
-// the stream first. A status.
-int claim_arrivals(unsigned*& arrivals, int device, cudaStream_t stream, void* spare);
+// The `bytes` that a plan asks for out of the call's workspace; the last ARRIVALS counters of it are there for when the
+// library has no set left, and then they are cleared on the stream first. A status.
+int claim_workspace(Workspace& workspace, const nf4l_linear_args& args, int64_t bytes, const LaunchTarget& target);
 
 }  // namespace nf4l
 

@@ -9,7 +9,7 @@ namespace nf4l {
 constexpr int WARPGROUP = 128;        // threads
 constexpr int WARPGROUP_ROWS = 64;    // of the weight: the m of wgmma m64nNk16
 
-// Blocks of a launch that leave sums to each other: each has a flag.
+// Blocks of a launch that share sums, or block columns that do: each has a counter of its own.
 constexpr int MAX_BLOCKS = 256;
 
 // Each block has a stretch of `base` units, the first `extra` blocks one more.

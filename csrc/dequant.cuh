@@ -25,10 +25,10 @@
 
 #include "codebook.h"
 #include "convert.cuh"
-#include "launch.cuh"
 #include "layout.h"
 #include "nf4linear.h"
 #include "scale.cuh"
+#include "status.cuh"
 
 namespace nf4l {
 

@@ -6,7 +6,7 @@
 #include <mutex>
 
 #include "dispatch.h"
-#include "launch.cuh"
+#include "status.cuh"
 
 namespace nf4l {
 

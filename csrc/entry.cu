@@ -6,12 +6,8 @@
 #include "dequant.cuh"
 #include "device.cuh"
 #include "dispatch.h"
-#include "gemm_w8_launch.h"
-#include "gemm_wgmma_launch.h"
+#include "engines.h"
 #include "nf4linear.h"
-#include "small_batch_launch.h"
-#include "small_w8_launch.h"
-#include "small_wgmma_launch.h"
 #include "validate.h"
 
 // Compiled in inst_dequant_*.cu, one translation unit each.
@@ -40,18 +36,18 @@ int plan_linear(const nf4l_weight* weight, const nf4l_linear_args* args, LinearC
 // T is the 16-bit type of x; engines for others do not exist, and are not picked.
 template <class T>
 int run_linear(const nf4l_weight& weight, const nf4l_linear_args& args, const LinearCall& call, void* stream) {
-  const auto s = static_cast<cudaStream_t>(stream);
+  const LaunchTarget target = {call.device, call.info.shared_bytes, static_cast<cudaStream_t>(stream)};
   switch (call.launch.engine) {
     case Engine::nothing: return NF4L_OK;
     case Engine::gemm: return NF4L_USE_GEMM;
-    case Engine::small_batch: return run_small_batch<T>(call.launch.small_batch, weight, args, call.device, call.info, s);
-    case Engine::small_w8: return run_small_w8<T>(call.launch.small_w8, weight, args, call.device, call.info, s);
-    case Engine::small_wgmma: return run_small_wgmma<T>(call.launch.small_wgmma, weight, args, call.device, call.info, s);
+    case Engine::small_batch: return run_small_batch<T>(call.launch.small_batch, weight, args, target);
+    case Engine::small_w8: return run_small_w8<T>(call.launch.small_w8, weight, args, target);
+    case Engine::small_wgmma: return run_small_wgmma<T>(call.launch.small_wgmma, weight, args, target);
     case Engine::gemm_w8:
       return weight.format == NF4L_W8_S8
-                 ? run_gemm_w8<W8S8, T>(call.launch.gemm_w8, weight, args, call.device, call.info, s)
-                 : run_gemm_w8<W8U8, T>(call.launch.gemm_w8, weight, args, call.device, call.info, s);
-    case Engine::gemm_wgmma: return run_gemm_four_bit<T>(call.launch.gemm_wgmma, weight, args, call.device, call.info, s);
+                 ? run_gemm_w8<W8S8, T>(call.launch.gemm_w8, weight, args, target)
+                 : run_gemm_w8<W8U8, T>(call.launch.gemm_w8, weight, args, target);
+    case Engine::gemm_wgmma: return run_gemm_four_bit<T>(call.launch.gemm_wgmma, weight, args, target);
   }
   return NF4L_USE_GEMM;
 }

@@ -7,7 +7,6 @@
 #include "codebook.h"
 #include "copy.cuh"
 #include "decode.cuh"
-#include "launch.cuh"
 #include "layout.h"
 #include "nf4linear.h"
 

@@ -1,5 +1,5 @@
 // The Hopper engine for 8-bit weights: s8 codes, f16 activations.
 #include "gemm_w8_launch.cuh"
 
-template int nf4l::run_gemm_w8<nf4l::W8S8, __half>(const GemmW8Plan&, const nf4l_weight&, const nf4l_linear_args&, int,
-                                          const DeviceInfo&, cudaStream_t);
+template int nf4l::run_gemm_w8<nf4l::W8S8, __half>(const GemmW8Plan&, const nf4l_weight&, const nf4l_linear_args&,
+                                                   const LaunchTarget&);

@@ -1,5 +1,5 @@
 // The 8-bit small-batch engine for f16 activations: every shape of SMALL_W8_SHAPES.
 #include "small_w8_launch.cuh"
 
-template int nf4l::run_small_w8<__half>(const SmallW8Plan&, const nf4l_weight&, const nf4l_linear_args&, int,
-                                    const DeviceInfo&, cudaStream_t);
+template int nf4l::run_small_w8<__half>(const SmallW8Plan&, const nf4l_weight&, const nf4l_linear_args&,
+                                        const LaunchTarget&);

@@ -1,44 +1,60 @@
-// What every launcher needs of the host side of CUDA.
+// How the engines' kernels are launched.
 #pragma once
 
 #include <cuda_runtime.h>
-#include <stdint.h>
 
 #include <atomic>
 
-#include "layout.h"
-#include "nf4linear.h"
+#include "engines.h"
+#include "status.cuh"
 
 namespace nf4l {
 
-inline int status_of(cudaError_t error) {
-  if (error == cudaSuccess) return NF4L_OK;
-  cudaGetLastError();  // the caller gets it as a status; nobody else must find it
-  const bool no_image = error == cudaErrorNoKernelImageForDevice || error == cudaErrorInvalidDeviceFunction;
-  return no_image ? NF4L_NO_KERNEL_IMAGE : NF4L_CUDA_ERROR - int(error);
-}
-
-inline int launch_status() { return status_of(cudaGetLastError()); }
-
-// What has been done for one kernel on each device; devices beyond the last are asked anew each time.
-struct KernelState {
-  static constexpr int DEVICES = 64;
-  std::atomic<int> arch[DEVICES] = {};  // of the code in use; 0 before the first launch
+struct LaunchGrid {
+  dim3 blocks;
+  int threads;       // of a block
+  int shared_bytes;  // of a block
 };
 
-// The architecture that a kernel's code was compiled for, after allowing it `shared_limit` bytes of shared memory; or a
-// negative status. It is not always that of the device: PTX for sm_80 may run anywhere.
-inline int prepare_kernel(KernelState& state, const void* kernel, int device, int shared_limit) {
-  const bool remembered = device < KernelState::DEVICES;
+// The architecture that the code of KERNEL was compiled for, after allowing it all the shared memory there is; or a
+// negative status. It is not always that of the device: PTX for sm_80 may run anywhere. It is asked once a device.
+template <auto KERNEL>
+int prepare_kernel(const LaunchTarget& target) {
+  constexpr int DEVICES = 64;  // those beyond are asked anew each time
+  static std::atomic<int> known[DEVICES] = {};
+  const bool remembered = target.device < DEVICES;
   if (remembered) {
-    if (const int arch = state.arch[device].load(std::memory_order_acquire)) return arch;
+    if (const int arch = known[target.device].load(std::memory_order_acquire)) return arch;
   }
   cudaFuncAttributes attributes;
-  if (const int status = status_of(cudaFuncGetAttributes(&attributes, kernel))) return status;
+  if (const int status = status_of(cudaFuncGetAttributes(&attributes, KERNEL))) return status;
   const auto most = cudaFuncAttributeMaxDynamicSharedMemorySize;
-  if (const int status = status_of(cudaFuncSetAttribute(kernel, most, shared_limit))) return status;
-  if (remembered) state.arch[device].store(attributes.ptxVersion, std::memory_order_release);
+  if (const int status = status_of(cudaFuncSetAttribute(KERNEL, most, target.shared_limit))) return status;
+  if (remembered) known[target.device].store(attributes.ptxVersion, std::memory_order_release);
   return attributes.ptxVersion;
+}
+
+// Whether KERNEL may be launched before the previous kernel of its stream ends: older code has no way to wait for it.
+template <auto KERNEL>
+bool can_launch_early(const LaunchTarget& target) {
+  return prepare_kernel<KERNEL>(target) >= 90;
+}
+
+// `dependent`: a programmatic dependent launch, of a kernel that can_launch_early(). A status.
+template <auto KERNEL, class... Args>
+int launch_kernel(const LaunchTarget& target, const LaunchGrid& grid, bool dependent, const Args&... args) {
+  if (const int arch = prepare_kernel<KERNEL>(target); arch < 0) return arch;
+  cudaLaunchAttribute early = {};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid.blocks;
+  config.blockDim = grid.threads;
+  config.dynamicSmemBytes = grid.shared_bytes;
+  config.stream = target.stream;
+  config.attrs = &early;
+  config.numAttrs = dependent ? 1 : 0;
+  return status_of(cudaLaunchKernelEx(&config, KERNEL, args...));
 }
 
 }  // namespace nf4l

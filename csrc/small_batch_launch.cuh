@@ -7,38 +7,23 @@
 #include <utility>
 
 #include "arrivals.h"
+#include "engines.h"
 #include "four_bit.cuh"
 #include "launch.cuh"
 #include "small_batch.cuh"
-#include "small_batch_launch.h"
 #include "validate.h"
 
 namespace nf4l {
 
-static_assert(MAX_PARTS == ARRIVALS, "every part of a launch has its own counter");
-
 template <class T, int R, int TOKENS, int WARPS>
-int launch_small_batch(const SmallBatchPlan& plan, SmallBatchArgs args, int device, int shared_limit,
-                       cudaStream_t stream) {
-  static KernelState state;
-  const auto kernel = small_batch_kernel<T, R, TOKENS, WARPS>;
-  const int arch = prepare_kernel(state, reinterpret_cast<const void*>(kernel), device, shared_limit);
-  if (arch < 0) return arch;
-  args.dependent = args.dependent && arch >= 90;  // older code has no way to wait
-  cudaLaunchAttribute dependent = {};
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(plan.parts, plan.slices);
-  config.blockDim = WARPS * WARP;
-  config.dynamicSmemBytes = plan.shared_bytes;
-  config.stream = stream;
-  config.attrs = &dependent;
-  config.numAttrs = args.dependent ? 1 : 0;
-  return status_of(cudaLaunchKernelEx(&config, kernel, static_cast<const SmallBatchArgs>(args)));
+int launch_small_batch(const SmallBatchPlan& plan, SmallBatchArgs args, const LaunchTarget& target) {
+  constexpr auto KERNEL = small_batch_kernel<T, R, TOKENS, WARPS>;
+  args.dependent = args.dependent && can_launch_early<KERNEL>(target);
+  const LaunchGrid grid = {dim3(plan.parts, plan.slices), WARPS * WARP, plan.shared_bytes};
+  return launch_kernel<KERNEL>(target, grid, args.dependent, args);
 }
 
-using SmallBatchLauncher = int (*)(const SmallBatchPlan&, SmallBatchArgs, int, int, cudaStream_t);
+using SmallBatchLauncher = int (*)(const SmallBatchPlan&, SmallBatchArgs, const LaunchTarget&);
 
 // The launcher of each compiled shape, in the order of SMALL_BATCH_SHAPES.
 template <class T, size_t... I>
@@ -51,8 +36,8 @@ SmallBatchLauncher small_batch_launcher(int shape, std::index_sequence<I...>) {
 }
 
 template <class T>
-int run_small_batch(const SmallBatchPlan& plan, const nf4l_weight& w, const nf4l_linear_args& l, int device,
-                    const DeviceInfo& info, cudaStream_t stream) {
+int run_small_batch(const SmallBatchPlan& plan, const nf4l_weight& w, const nf4l_linear_args& l,
+                    const LaunchTarget& target) {
   SmallBatchArgs a = {};
   static_cast<FourBitWeight&>(a) = four_bit_weight<T>(w);
   a.x = static_cast<const char*>(l.x);
@@ -65,16 +50,12 @@ int run_small_batch(const SmallBatchPlan& plan, const nf4l_weight& w, const nf4l
   a.extra_groups = plan.extra_groups;
   a.slice_tiles = plan.slice_tiles;
   a.dependent = l.flags & NF4L_DEPENDENT_LAUNCH;
-  if (plan.slices > 1) {
-    const bool large_enough = l.workspace && int64_t(l.workspace_bytes) >= plan.workspace_bytes;
-    if (!large_enough || !aligned(l.workspace, 16)) return NF4L_BAD_ARGUMENT;
-    a.partials = static_cast<float*>(l.workspace);
-    // The last counters of the workspace are there for when the library has no set left.
-    void* spare = static_cast<char*>(l.workspace) + plan.workspace_bytes - ARRIVALS * sizeof(unsigned);
-    if (const int status = claim_arrivals(a.arrivals, device, stream, spare)) return status;
-  }
+  Workspace workspace;
+  if (const int status = claim_workspace(workspace, l, plan.workspace_bytes, target)) return status;
+  a.partials = static_cast<float*>(workspace.sums);
+  a.arrivals = workspace.arrivals;
   const auto launch = small_batch_launcher<T>(plan.shape, std::make_index_sequence<SMALL_BATCH_SHAPE_COUNT>());
-  return launch(plan, a, device, info.shared_bytes, stream);
+  return launch(plan, a, target);
 }
 
 }  // namespace nf4l

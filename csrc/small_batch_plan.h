@@ -5,6 +5,7 @@
 
 #include <stdint.h>
 
+#include "deal.h"
 #include "four_bit.h"
 #include "layout.h"
 
@@ -44,8 +45,8 @@ int wanted_slices(const Row& row, SmallBatchShape shape, int sms, int64_t n, int
   return int(slices < idle && slices < most ? (idle < most ? idle : most) : slices);
 }
 
-// Arrival counters of one launch: one for each block column.
-constexpr int MAX_PARTS = 256;
+// Block columns of a launch.
+constexpr int MAX_PARTS = MAX_BLOCKS;
 
 // Byte offsets in a block's shared memory.
 struct SmallBatchShared {

@@ -6,8 +6,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "launch.cuh"
 #include "nf4linear.h"
+#include "status.cuh"
 
 namespace nf4l {
 

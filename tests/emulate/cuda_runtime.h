@@ -37,17 +37,6 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 using std::max;
 using std::min;
 
-using cudaError_t = int;
-using cudaStream_t = void*;
-constexpr cudaError_t cudaSuccess = 0, cudaErrorNoKernelImageForDevice = 209, cudaErrorInvalidDeviceFunction = 98;
-struct cudaFuncAttributes {
-  int ptxVersion;
-};
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
-inline cudaError_t cudaGetLastError() { return cudaSuccess; }
-inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes*, const void*) { return cudaSuccess; }
-inline cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
-
 inline void __syncthreads() { simt::wait(simt::block.barrier); }
 inline void __syncwarp() { simt::wait(simt::block.running->warp->barrier); }
 inline void __threadfence() {}
