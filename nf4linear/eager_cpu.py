@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from . import native
-from .formats import WeightSpec, operands_of
-from .native import OK, cpu_flags, pack_linear_args
+from .formats import WeightSpec
+from .native import OK, cpu_flags, misfit, pack_linear_args
 
 # Looked up once, see eager.py.
 _empty_like, _get_num_threads = torch.empty_like, torch.get_num_threads
@@ -91,25 +91,13 @@ class BoundCpuWeight:
         return call
 
 
-def are_packed(spec: WeightSpec, tensors: tuple[Tensor | None, ...]) -> bool:
-    """Whether the weight arguments have the dtypes and shapes of the spec: a library takes their bare pointers."""
-    expected = operands_of(spec)
-    given, absent = tensors[: len(expected)], tensors[len(expected) :]
-    return all(t is None for t in absent) and all(
-        t is not None and t.dtype == dtype and t.shape == shape
-        for t, (_, dtype, shape) in zip(given, expected, strict=True)
-    )
-
-
 def bind(
     spec: WeightSpec, tensors: tuple[Tensor | None, ...], pointers: tuple[int, int], x: Tensor
 ) -> BoundCpuWeight | None:
     """The weight bound for inputs like `x`; None where the library may not take it."""
     if x.dtype not in native.DTYPE_IDS or spec.layout == "flat":
         return None
-    if any(t is not None and (not t.is_cpu or not t.is_contiguous()) for t in tensors):
-        return None
-    if any(t.data_ptr() % 16 for t in tensors[:2]) or not are_packed(spec, tensors):
+    if not tensors[0].is_cpu or misfit(spec, tensors) or any(t.data_ptr() % 16 for t in tensors[:2]):
         return None
     library = native.library("cpu")
     return BoundCpuWeight(spec, library, tensors, pointers, x.dtype) if library else None

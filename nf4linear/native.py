@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .formats import TILE_K4, WeightSpec
+from .formats import TILE_K4, WeightSpec, operands_of
 
 ABI_VERSION = 2
 OK, USE_GEMM, NO_KERNEL_IMAGE = 0, 1, -2
@@ -30,6 +30,8 @@ DEPENDENT_LAUNCH = 1
 ALLOW_BF16 = 2
 # Flag of LinearArgs: y is written transposed, [n, m]. Few engines can; the others leave the call to a GEMM.
 TRANSPOSED_OUTPUT = 4
+# Shapes that the tuning flags of LinearArgs can name; a library has fewer.
+TUNE_SHAPES = 255
 
 FORMAT_IDS = {"nf4": 0, "fp4": 1, "w8_s8": 2, "w8_u8": 3}
 LAYOUT_IDS = {"flat": 0, "tile16x64": 1, "tile16x32": 2}
@@ -101,6 +103,36 @@ def describe_weight(
         0,
         spec.k // TILE_K4,
     )
+
+
+def misfit(spec: WeightSpec, tensors: tuple[Tensor | None, ...]) -> str | None:
+    """Why a library would misread these five weight arguments (None: absent), or None where they are as it wants them.
+
+    Each must have its dtype and shape, lie on the device of qweight, and be contiguous.
+    """
+    expected = operands_of(spec)
+    device = tensors[0].device
+    for (name, dtype, shape), got in zip(expected, tensors, strict=False):
+        if got is None:
+            return f"{name} is missing; a {spec.format} weight with double quantization needs it"
+        if got.dtype != dtype or got.shape != shape:
+            return (
+                f"{name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(shape)} for {spec}; "
+                "statistics keep their dtype whatever the model's is: load the layer again instead of casting it"
+            )
+        if got.device != device:
+            return f"{name} is on {got.device} but qweight is on {device}; move the whole layer"
+        if not got.is_contiguous():
+            return f"{name} is not contiguous; pass {name}.contiguous()"
+    if any(t is not None for t in tensors[len(expected) :]):
+        return f"second-level scales were passed, but {spec} has none; without nested_code, pass None for all of them"
+    return None
+
+
+def tuned(shape: int, cut: int = 0) -> int:
+    """Flags of LinearArgs that take a compiled shape, by its number, in place of the launch table's choice; `cut` is
+    what csrc/nf4linear.h says of its engine."""
+    return (1 + shape) << 8 | cut << 16
 
 
 class NativeError(RuntimeError):
@@ -195,10 +227,11 @@ class CudaLibrary(_Library):
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
-        self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_void_p)
-        # launch(weight, args, stream) -> status, on the current device, for callers that have prepared everything. The
-        # structs are pointers to ctypes' or, args, bytes of pack_linear_args.
+        # On the current device, for callers that have prepared everything: launch(weight, args, stream) -> status and
+        # launch_dequantize(weight, dtype, out, stream) -> status. The structs are pointers to ctypes' or, args, bytes
+        # of pack_linear_args.
         self.launch = self._bind("linear", c_int, c_void_p, c_void_p, c_void_p)
+        self.launch_dequantize = self._bind("dequantize", c_int, c_void_p, c_int32, c_void_p, c_void_p)
         self._workspace_bytes = self._bind("workspace_bytes", c_int64, POINTER(Weight), POINTER(LinearArgs))
         self.architectures = self._bind("architectures", c_char_p)().decode()
         self.description = f"CUDA library for {self.architectures}"
@@ -239,7 +272,7 @@ class CudaLibrary(_Library):
 
     def _launch_dequantize(self, device: int, weight: Weight, out: Tensor) -> int:
         stream = torch._C._cuda_getCurrentRawStream(device)
-        return self._dequantize(byref(weight), DTYPE_IDS[out.dtype], out.data_ptr(), stream)
+        return self.launch_dequantize(byref(weight), DTYPE_IDS[out.dtype], out.data_ptr(), stream)
 
     def workspace_bytes(self, weight: Weight, args: LinearArgs) -> int:
         """Bytes of scratch that `launch` needs for these arguments on the current device; 0 for most."""

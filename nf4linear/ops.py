@@ -14,14 +14,12 @@ never depends on which was picked, up to the order of summation.
 
 from __future__ import annotations
 
-from typing import NoReturn
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from . import native, reference, reorder, selfcheck
-from .formats import FourBitSpec, WeightSpec, make_spec, operands_of
+from .formats import FourBitSpec, WeightSpec, make_spec
 
 FLOAT_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
@@ -36,29 +34,9 @@ _library.define(f"linear(Tensor x, {_WEIGHT}, Tensor? bias, {_SPEC}, bool settle
 
 
 def _check_weight(spec: WeightSpec, *tensors: Tensor | None) -> None:
-    """Refuse packed tensors a kernel would misread: each must have its dtype, shape and device, and be contiguous."""
-    device = tensors[0].device
-    expected = operands_of(spec)
-    for (name, dtype, shape), got in zip(expected, tensors, strict=False):
-        if got is None or got.dtype != dtype or got.shape != shape or got.device != device or not got.is_contiguous():
-            _refuse_tensor(spec, name, dtype, shape, got, device)
-    if len(expected) == 2 and (tensors[3] is not None or tensors[4] is not None):
-        raise ValueError(f"second-level scales were passed without nested_code; {spec} has none")
-
-
-def _refuse_tensor(
-    spec: WeightSpec, name: str, dtype: torch.dtype, shape: tuple[int, ...], got: Tensor | None, device: torch.device
-) -> NoReturn:
-    if got is None:
-        raise ValueError(f"{name} is missing; a {spec.format} weight with double quantization needs it")
-    if got.dtype != dtype or got.shape != shape:
-        raise ValueError(
-            f"{name} is {got.dtype} {list(got.shape)}, expected {dtype} {list(shape)} for {spec}; "
-            "statistics keep their dtype whatever the model's is: load the layer again instead of casting it"
-        )
-    if got.device != device:
-        raise ValueError(f"{name} is on {got.device} but qweight is on {device}; move the whole layer")
-    raise ValueError(f"{name} is not contiguous; pass {name}.contiguous()")
+    """Refuse packed tensors a kernel would misread."""
+    if problem := native.misfit(spec, tensors):
+        raise ValueError(problem)
 
 
 def _check_dtype(dtype: torch.dtype) -> None:

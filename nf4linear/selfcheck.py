@@ -1,8 +1,11 @@
-"""First-use check of the fused CUDA kernels: for each GPU, dtype and width, a small linear against dequantize + GEMM.
+"""First-use check of the fused CUDA kernels: for each GPU, dtype and width, small products against dequantize + GEMM.
 
 A kernel that is wrong on some GPU, driver or build must cost speed there, not answers. The check runs once a process in
 front of the first call that would use the kernels; where it fails, one warning says so and every later call of that
 dtype and width on that GPU goes through dequantize + GEMM.
+
+It knows no kernel by name. It takes what the library's launch table picks for small weights, and then, by the tuning
+flags, every shape that the library holds and the GPU can run, whatever size of weight the table keeps it for.
 """
 
 from __future__ import annotations
@@ -13,21 +16,29 @@ import torch
 from torch import Tensor
 
 from . import native
-from .formats import EightBitSpec, FourBitSpec, WeightSpec, dynamic_map
+from .formats import EightBitSpec, FourBitSpec, WeightSpec, dynamic_map, operands_of
 
 # Twice the relative error, in the Frobenius norm, that rounding the codebook and the output to the dtype gives.
 TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Ragged in rows and in inputs; few rows, whose inputs are cut into slices; and the least that the Hopper engine takes.
-# One number of tokens for each kernel.
+# Ragged in rows and in inputs, and few rows with many inputs, which blocks share; between them every kind of scales and
+# of codes.
 SPECS: dict[type, tuple[WeightSpec, ...]] = {
-    FourBitSpec: (FourBitSpec("nf4", 200, 1088), FourBitSpec("nf4", 40, 4096), FourBitSpec("nf4", 1024, 4096)),
-    EightBitSpec: (EightBitSpec("w8_s8", 200, 1088), EightBitSpec("w8_s8", 40, 4096, group_size=64)),
+    FourBitSpec: (
+        FourBitSpec("nf4", 200, 1088),
+        FourBitSpec("nf4", 40, 4096, blocksize=256),
+        FourBitSpec("fp4", 136, 1088, double_quant=False),
+    ),
+    EightBitSpec: (
+        EightBitSpec("w8_s8", 200, 1088),
+        EightBitSpec("w8_u8", 40, 4096),
+        EightBitSpec("w8_s8", 136, 1152, group_size=128),
+        EightBitSpec("w8_u8", 40, 4096, group_size=64),
+    ),
 }
-TOKENS = (1, 5, 12, 24, 48)
-# The prefill engine for 4 bits takes large weights; of their rows the first ones are looked at, which saves memory.
-PROMPT_SPECS = {FourBitSpec: FourBitSpec("nf4", 4096, 4096), EightBitSpec: EightBitSpec("w8_s8", 1000, 1088)}
-PROMPT_TOKENS = 200
-CHECKED_ROWS = 1024
+# A kernel is tried with the first of these that it takes, which leaves few of its tokens empty, and nearly always some.
+TOKENS = (300, 225, 168, 126, 94, 70, 52, 39, 29, 21, 15, 11, 8, 6, 4, 3, 2, 1)
+# For the tuning flags (csrc/nf4linear.h): with one of the two, if not with both, blocks share the sums of a product.
+CUTS = (1, 2)
 
 _WIDTHS = {FourBitSpec: "4-bit", EightBitSpec: "8-bit"}
 _verdicts: dict[tuple[int, torch.dtype, type], bool] = {}
@@ -54,8 +65,9 @@ def fused_allowed(library: native.CudaLibrary, device: int, dtype: torch.dtype, 
 
 def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype, kind: type) -> bool:
     with torch.no_grad(), torch.cuda.device(device):
-        cases = [*((spec, tokens) for spec in SPECS[kind] for tokens in TOKENS), (PROMPT_SPECS[kind], PROMPT_TOKENS)]
-        worst = max(_error(library, spec, device, dtype, tokens) for spec, tokens in cases)
+        gpu = torch.device("cuda", device)
+        errors = [error for spec in SPECS[kind] for error in Product(library, spec, gpu, dtype).errors()]
+        worst = float(torch.stack(errors).max()) if errors else 0.0  # NaN if one of them is
     if worst <= TOLERANCES[dtype]:
         return True
     warnings.warn(
@@ -68,33 +80,55 @@ def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype, kind: t
     return False
 
 
-def _error(library: native.CudaLibrary, spec: WeightSpec, device: int, dtype: torch.dtype, tokens: int) -> float:
-    """Relative error of the fused product, 0 where this size has no fused kernel; infinite if it holds a NaN."""
-    weight, tensors = _random_weight(spec, device)
-    generator = torch.Generator(f"cuda:{device}").manual_seed(tokens)
-    x = torch.randn(tokens, spec.k, device=f"cuda:{device}", generator=generator).to(dtype)
-    got = torch.full((tokens, spec.n), torch.nan, device=x.device, dtype=dtype)
-    if not library.linear(weight, x, None, got):
-        return 0.0
-    dense = torch.empty(spec.n, spec.k, device=x.device)
-    library.dequantize(weight, dense)
-    want = x.double() @ dense[:CHECKED_ROWS].double().T
-    error = float((got[:, :CHECKED_ROWS].double() - want).norm() / want.norm())
-    del tensors  # kept until here: the struct holds bare pointers
-    return error if error == error else torch.inf
+class Product:
+    """Activations times one random weight: exact, and by the fused kernels."""
+
+    def __init__(self, library: native.CudaLibrary, spec: WeightSpec, device: torch.device, dtype: torch.dtype) -> None:
+        self._library = library
+        generator = torch.Generator(device).manual_seed(0)
+        self._tensors = _random_weight(spec, generator)  # kept: the struct holds bare pointers
+        self._weight = native.describe_weight(spec, *self._tensors)
+        x = torch.randn(TOKENS[0], spec.k, device=device, generator=generator)
+        self._x = x.to(dtype)
+        dense = torch.empty(spec.n, spec.k, device=device)
+        library.dequantize(self._weight, dense)
+        self._exact = self._x.double() @ dense.double().T
+
+    def errors(self) -> list[Tensor]:
+        """Relative errors of all kernels that take it, each in the Frobenius norm and still on the device."""
+        found = [self._error(tokens) for tokens in TOKENS]
+        for shape in range(native.TUNE_SHAPES):
+            if self.multiply(1, native.tuned(shape)) is None:
+                continue  # there is none of this number, or it cannot run on this GPU
+            for cut in CUTS:
+                tries = (self._error(tokens, native.tuned(shape, cut)) for tokens in TOKENS)
+                found.append(next((error for error in tries if error is not None), None))
+        return [error for error in found if error is not None]
+
+    def multiply(self, tokens: int, flags: int = 0) -> Tensor | None:
+        """None where no fused kernel takes so many tokens; NaN wherever the kernel wrote nothing."""
+        got = self._x.new_full((tokens, self._exact.shape[1]), torch.nan)
+        return got if self._library.linear(self._weight, self._x[:tokens], None, got, flags) else None
+
+    def _error(self, tokens: int, flags: int = 0) -> Tensor | None:
+        got = self.multiply(tokens, flags)
+        want = self._exact[:tokens]
+        return None if got is None else (got - want).norm() / want.norm()
 
 
-def _random_weight(spec: WeightSpec, device: int) -> tuple[native.Weight, list[Tensor]]:
-    """A packed weight of random codes, and the tensors that its struct points to."""
-    generator = torch.Generator(f"cuda:{device}").manual_seed(0)
-    packed = spec.packed_tensors()
-    where = {"device": f"cuda:{device}", "generator": generator}
-    qweight = torch.randint(0, 256, packed["qweight"].shape, dtype=torch.uint8, **where)
-    if isinstance(spec, EightBitSpec):
-        scales = torch.rand(packed[spec.scales_name].shape, **where) + 0.5
-        return native.describe_weight(spec, qweight, scales, None, None, None), [qweight, scales]
-    scales = torch.randint(0, 256, packed["absmax_q"].shape, dtype=torch.uint8, **where)
-    nested_code = torch.tensor(dynamic_map(), device=where["device"])
-    nested_absmax = torch.rand(packed["nested_absmax"].shape, **where) * 0.01 + 0.01
-    tensors = [qweight, scales, nested_code, nested_absmax, torch.full((), 0.05, device=where["device"])]
-    return native.describe_weight(spec, *tensors), tensors
+def _random_weight(spec: WeightSpec, generator: torch.Generator) -> tuple[Tensor | None, ...]:
+    """The weight arguments of random codes and scales."""
+    where = {"device": generator.device, "generator": generator}
+    tensors = []
+    for name, dtype, shape in operands_of(spec):
+        if name == "nested_code":
+            tensors.append(torch.tensor(dynamic_map(), device=generator.device))
+        elif name == "nested_offset":
+            tensors.append(torch.full((), 0.05, device=generator.device))
+        elif dtype is torch.uint8:
+            tensors.append(torch.randint(0, 256, shape, dtype=dtype, **where))
+        elif name == "nested_absmax":
+            tensors.append(torch.rand(shape, **where) * 0.01 + 0.01)
+        else:
+            tensors.append(torch.rand(shape, **where) + 0.5)
+    return *tensors, *[None] * (5 - len(tensors))

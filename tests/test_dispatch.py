@@ -12,6 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nf4linear import eager
+from nf4linear.formats import EightBitSpec, FourBitSpec
+
 HOST = Path(__file__).parent / "host"
 CSRC = Path(__file__).parents[1] / "csrc"
 TABLE = HOST / "dispatch_table.txt"
@@ -103,6 +106,26 @@ def test_what_is_left_to_the_framework(program, case, want):
     asked = {"n": 4096, "k": 4096, "m": 4} | case
     (answer,) = answers(program, [question(DEVICES["H200"], **asked)])
     assert answer.split()[0] == want
+
+
+@pytest.mark.parametrize(
+    ("spec", "case"),
+    [(FourBitSpec("nf4", 8192, 8192), {}), (EightBitSpec("w8_s8", 8192, 8192, 64), AS_W8 | {"blocksize": 64})],
+    ids=["4 bit", "8 bit, groups"],
+)
+def test_eager_calls_ask_where_a_kernel_may_answer(program, spec, case):
+    most = int(eager.most_fused_tokens(spec))
+    beyond = answers(
+        program,
+        [
+            question(device, n, k, m, **case)
+            for device in DEVICES.values()
+            for n, k in SHAPES
+            for m in (most + 1, 2 * most, 10_000, 100_000)
+        ],
+    )
+    assert set(beyond) == {"gemm"}
+    assert answers(program, [question(DEVICES["H200"], spec.n, spec.k, most, **case)]) != ["gemm"]
 
 
 def check_plan(answer: str, device: tuple[int, int, int], n: int, k: int, m: int) -> None:

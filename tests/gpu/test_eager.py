@@ -48,7 +48,7 @@ def operator_calls(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 512), (512,), (2, 3, 512), (1, 1, 512), (32, 512)])
+@pytest.mark.parametrize("shape", [(1, 512), (512,), (2, 3, 512), (1, 1, 512), (32, 512), (200, 512), (1, 2000, 512)])
 def test_plain_calls_go_past_the_operator(library, operator_calls, dtype, bias, shape):
     layer = make_layer(bias, dtype)
     x = torch.randn(shape, device="cuda", dtype=dtype)
@@ -60,13 +60,12 @@ def test_plain_calls_go_past_the_operator(library, operator_calls, dtype, bias, 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("group_size", [None, 64])
-@pytest.mark.parametrize("tokens", [1, 4, 32, 64])
+@pytest.mark.parametrize("tokens", [1, 4, 32, 64, 5000])
 def test_plain_calls_of_8_bit_layers_too(library, operator_calls, dtype, group_size, tokens):
     layer = make_w8_layer(group_size, dtype)
     x = torch.randn(tokens, 512, device="cuda", dtype=dtype)
     got = [layer(x) for _ in range(3)]
-    fused = group_size is None or tokens <= 32  # the engine for more tokens has no group scales
-    assert len(operator_calls) == (0 if fused else 3)
+    assert not operator_calls
     want = by_operator(layer, x)
     assert all(torch.equal(y, want) for y in got)
 
@@ -82,7 +81,7 @@ def test_what_takes_the_operator(library, operator_calls):
         assert operator_calls == [1]
         return y
 
-    for x in (base[:4, :k], base[:1, 1 : k + 1], base[:100, :k].contiguous(), plain.float(), base[:0, :k]):
+    for x in (base[:4, :k], base[:1, 1 : k + 1], plain.float(), base[:0, :k]):
         assert call(x).shape == (*x.shape[:-1], 200)
     x = plain.clone().requires_grad_(True)
     call(x).sum().backward()
@@ -107,6 +106,19 @@ def test_what_takes_the_operator(library, operator_calls):
     call(subclass)
     stacked = torch.func.vmap(lambda row: row * 2)(base[:2, :k])
     assert stacked.shape == (2, k)
+
+
+def test_a_prompt_keeps_nothing(library):
+    """A dequantized weight lives as long as its product takes."""
+    layer = make_layer(k=4096, n=4096)
+    x = torch.randn(2000, 4096, device="cuda", dtype=torch.bfloat16)
+    y = layer(x)
+    calls = dict(layer._bound._calls)
+    before, result = torch.cuda.memory_allocated(), y.nbytes
+    del y
+    for tokens in (2000, 1999, 1998):
+        layer(x[:tokens])
+    assert torch.cuda.memory_allocated() == before - result and layer._bound._calls == calls
 
 
 def test_a_weight_that_moves_is_bound_anew(library):
@@ -185,6 +197,17 @@ def test_the_check_passes_here(library, forget):
         for (spec, *_), dtype in itertools.product(selfcheck.SPECS.values(), (torch.float16, torch.bfloat16)):
             assert selfcheck.fused_allowed(library, 0, dtype, spec)
             assert not selfcheck.fused_allowed(library, 0, torch.float32, spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("spec", list(itertools.chain(*selfcheck.SPECS.values())), ids=str)
+def test_the_check_reaches_every_kernel_of_this_gpu(library, dtype, spec):
+    """Every shape that takes one token of such a weight, with both cuts, beside what the table picks."""
+    product = selfcheck.Product(library, spec, torch.device("cuda", 0), dtype)
+    shapes = [i for i in range(native.TUNE_SHAPES) if product.multiply(1, native.tuned(i)) is not None]
+    errors = product.errors()
+    table = [tokens for tokens in selfcheck.TOKENS if product.multiply(tokens) is not None]
+    assert len(errors) == len(table) + 2 * len(shapes) and shapes and max(map(float, errors)) > 0
 
 
 @pytest.mark.parametrize(
