@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nf4linear.bench import generate, linear, linear_report
+from nf4linear.bench import generate, gpu, linear, linear_report
 from nf4linear.bench.record import write_record
 from nf4linear.cli.bench import bench
 
@@ -74,6 +74,22 @@ def test_a_record_is_written_whole(tmp_path):
     write_record(path, record(ROWS))
     assert json.loads(path.read_text())["rows"] == ROWS
     assert [p.name for p in path.parent.iterdir()] == ["x-linear.json"]
+
+
+def test_generation_writes_each_row(tmp_path, monkeypatch):
+    row = {"model": "m", "impl": "16-bit", "compile": False, "prompt": 8, "new_tokens": 8, "ttft_ms": 1.0, "tok_s": 2.0,
+           "peak_GiB": 1.0}  # fmt: skip
+
+    def sweep(*args):
+        yield row
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu, "record_of", lambda rows, ceilings: record(rows))
+    monkeypatch.setattr(generate, "sweep", sweep)
+    CliRunner().invoke(bench, ["generate", "--output", str(tmp_path / "g.json")])
+    assert json.loads((tmp_path / "g.json").read_text()) == record([row])
+    assert "| m | 16-bit | eager | 8 |" in (tmp_path / "g.md").read_text()
 
 
 @pytest.mark.parametrize(

@@ -104,22 +104,21 @@ def generate(
         random = model == generate_bench.RANDOM_MODEL
         load = generate_bench.random_model if random else ModelSource(model, dtype="bfloat16").load
         ways = [way for way, wanted in ((False, plain), (True, compiled)) if wanted]
-        rows = []
         name = model if random else Path(model).name
         impls, prompts = impl or generate_bench.IMPLEMENTATIONS, prompt or [128]
+        path = output or RESULTS / f"{gpu.machine_slug()}-generate.json"
+        record = gpu.record_of([], {})
         for row in generate_bench.sweep(name, load, impls, ways, prompts, new_tokens):
-            rows.append(row)
+            record["rows"].append(row)
+            # After every row, so that whatever ends a long run leaves what was measured.
+            write_record(path, record)
+            write(path.with_suffix(".md"), generate_bench.markdown(record).encode())
             way = "compiled" if row["compile"] else "eager"
             console.print(
                 f"{row['impl']}, {way}, prompt {row['prompt']}: first token {row['ttft_ms']:.1f} ms, "
                 f"then {row['tok_s']:.1f} tokens/s"
             )
-        record = gpu.record_of(rows, {})
-        path = output or RESULTS / f"{gpu.machine_slug()}-generate.json"
-        write_record(path, record)
-        text = generate_bench.markdown(record)
-        write(path.with_suffix(".md"), text.encode())
-        print(text)
+        print(generate_bench.markdown(record))
 
 
 @bench.command()
