@@ -5,10 +5,14 @@ Its blocks leave partial sums to each other, so the cuts matter: every shape is 
 
 import pytest
 import torch
-from test_small_batch import DEPENDENT, DTYPES, PLAIN, ROUNDING, capture, launch, relative_error
-from test_small_wgmma import random_weight
+from fused import DEPENDENT, DTYPES, PLAIN, ROUNDING, launch, random_weight, relative_error
+from order_of_work import (  # noqa: F401
+    test_graphs_replay_on_new_inputs,
+    test_two_streams_at_once,
+    test_waits_for_the_kernel_that_writes_the_activations,
+)
 
-from nf4linear import native, ops, reference, reorder, selfcheck
+from nf4linear import native, ops, reference, reorder
 from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
@@ -156,14 +160,6 @@ def test_shards_find_their_second_level_scales(library, blocksize):
             assert torch.equal(y.T, whole[n0:n1, k0:k1])
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_self_check_covers_it(library, dtype):
-    """It reaches the engine once the launch table does."""
-    spec = selfcheck.PROMPT_SPECS[FourBitSpec]
-    assert selfcheck._error(library, spec, 0, dtype, selfcheck.PROMPT_TOKENS) <= selfcheck.TOLERANCES[dtype]
-    assert selfcheck.fused_allowed(library, 0, dtype, spec)
-
-
 # ---- memory ----------------------------------------------------------------------------------------------------------
 
 
@@ -228,46 +224,3 @@ ORDERED = (
 def ordered(request):
     spec, tokens, flags = request.param
     return spec, random_weight(spec), tokens, flags
-
-
-@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
-def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    source = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    want = launch(library, spec, packed, source, flags)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(20):
-            x = torch.zeros_like(source)
-            torch.cuda._sleep(200_000)
-            torch.add(source, 0, out=x)
-            assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
-
-
-def test_two_streams_at_once(ordered, library):
-    spec, packed, tokens, flags = ordered
-    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [launch(library, spec, packed, x, flags) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    got = [[], []]
-    for _ in range(100):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                got[i].append(launch(library, spec, packed, inputs[i], flags | DEPENDENT))
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in got[i])
-
-
-@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
-def test_graphs_replay_on_new_inputs(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    launch(library, spec, packed, x, flags)
-    graph, outputs = capture([lambda: launch(library, spec, packed, x, flags | extra)] * 8)
-    for _ in range(5):
-        fresh = torch.randn_like(x)
-        x.copy_(fresh)
-        graph.replay()
-        want = launch(library, spec, packed, fresh, flags)
-        assert all(torch.equal(y, want) for y in outputs)

@@ -10,14 +10,23 @@ So a single input of 1 gives round_T(round_T(centroid) * scale), exactly.
 
 import pytest
 import torch
+from fused import DEPENDENT, DTYPES, PLAIN, ROUNDING, launch, random_weight, relative_error, rounded_centroids
+from order_of_work import (  # noqa: F401
+    check_chain,
+    test_graphs_replay_on_new_inputs,
+    test_two_graphs_at_once,
+    test_two_streams_at_once,
+    test_waits_for_the_kernel_that_writes_the_activations,
+)
 
 from nf4linear import native, ops, reference, reorder
-from nf4linear.formats import FORMATS, FourBitSpec
+from nf4linear.bench.linear import TUNE_SHAPES as SHAPES  # (row tiles, tokens); tests/test_bench_linear.py holds it
+from nf4linear.formats import FourBitSpec
+from nf4linear.native import tuned
 from operands import fresh_weight, geometry, operands, spec_id
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-DTYPES = [torch.float16, torch.bfloat16]
 SPECS = (
     FourBitSpec("nf4", 48, 192),  # fewer tiles than a burst
     FourBitSpec("nf4", 1000, 576),  # ragged rows, a burst of one tile
@@ -29,17 +38,6 @@ SPECS = (
     FourBitSpec("nf4", 130, 704, double_quant=False),
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
-# (row tiles, tokens) of SMALL_BATCH_SHAPES in csrc/small_batch_plan.h.
-SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
-# Relative error that rounding the output alone can give: half a unit of the last place. Over many values it is less
-# than half of that.
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-PLAIN, DEPENDENT = 0, native.DEPENDENT_LAUNCH
-
-
-def tuned(shape: int, slices: int) -> int:
-    """Flags that take a compiled shape and a number of slices in place of the launch table's choice."""
-    return (1 + shape) << 8 | slices << 16
 
 
 @pytest.fixture(scope="module")
@@ -54,25 +52,6 @@ def weight(request):
     spec = request.param
     canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
     return spec, canonical, reorder.pack(spec, canonical)
-
-
-def launch(library, spec, packed, x, flags=0, bias=None):
-    """The fused product into poisoned memory; None where the library leaves the call to a GEMM."""
-    y = torch.full((x.shape[0], spec.n), torch.nan, device=x.device, dtype=x.dtype)
-    return y if library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags) else None
-
-
-def rounded_centroids(spec, canonical, dtype):
-    """The weight as the fused kernels see it, float32: centroids rounded to `dtype`, scales exact."""
-    codes = canonical["codes"]
-    nibbles = torch.stack((codes >> 4, codes & 15), 1).view(-1).long()
-    table = torch.tensor(FORMATS[spec.format].code, device=codes.device).to(dtype).float()
-    scales = reference.block_scales(spec, canonical).repeat_interleave(spec.blocksize)
-    return (table[nibbles] * scales).view(spec.n, spec.k)
-
-
-def relative_error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -143,14 +122,7 @@ def test_large_shapes(library):
 
 def test_more_weights_than_two_to_the_33(library):
     spec = FourBitSpec("nf4", 131088, 65536)
-    generator = torch.Generator("cuda").manual_seed(0)
-    packed = {}
-    for name, tensor in spec.packed_tensors().items():
-        if tensor.dtype == torch.uint8:
-            packed[name] = torch.randint(0, 256, tensor.shape, dtype=torch.uint8, device="cuda", generator=generator)
-        else:
-            packed[name] = torch.rand(tensor.shape, device="cuda", generator=generator)
-    packed["code"] = torch.tensor(FORMATS["nf4"].code, device="cuda")
+    packed = random_weight(spec)
     last = FourBitSpec("nf4", 16, spec.k)
     tile = packed | {"qweight": packed["qweight"][-1:], "absmax_q": packed["absmax_q"][-1:]}
     tile["nested_absmax"] = packed["nested_absmax"][-last.blocks // 256 :]
@@ -233,84 +205,9 @@ def ordered(request):
     return spec, reorder.pack(spec, fresh_weight(spec, device="cuda")), tokens, flags
 
 
-@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
-def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    source = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    want = launch(library, spec, packed, source, flags)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(20):
-            x = torch.zeros_like(source)
-            torch.cuda._sleep(200_000)
-            torch.add(source, 0, out=x)
-            assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
-
-
-def test_a_chain_of_dependent_launches(library):
-    """Each reads what the one before it wrote; all of them use the same workspace."""
-    spec = FourBitSpec("nf4", 1024, 1024)
-    packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
-    for flags in (0, tuned(2, 4)):
-        ends = []
-        for extra in (PLAIN, DEPENDENT):
-            y = torch.ones(4, 1024, device="cuda", dtype=torch.float16) / 1024
-            for _ in range(60):
-                y = launch(library, spec, packed, y, flags | extra)
-                y /= y.abs().amax()
-            ends.append(y)
-        assert torch.equal(*ends) and ends[0].isfinite().all()
-
-
-def test_two_streams_at_once(ordered, library):
-    spec, packed, tokens, flags = ordered
-    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [launch(library, spec, packed, x, flags) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    got = [[], []]
-    for _ in range(200):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                got[i].append(launch(library, spec, packed, inputs[i], flags | DEPENDENT))
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in got[i])
-
-
-def capture(calls):
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [call() for call in calls]
-    return graph, outputs
-
-
-@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
-def test_graphs_replay_on_new_inputs(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    launch(library, spec, packed, x, flags)
-    graph, outputs = capture([lambda: launch(library, spec, packed, x, flags | extra)] * 8)
-    for _ in range(5):
-        fresh = torch.randn_like(x)
-        x.copy_(fresh)
-        graph.replay()
-        want = launch(library, spec, packed, fresh, flags)
-        assert all(torch.equal(y, want) for y in outputs)
-
-
-def test_two_graphs_at_once(ordered, library):
-    spec, packed, tokens, flags = ordered
-    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [launch(library, spec, packed, x, flags) for x in inputs]
-    graphs = [capture([lambda x=x: launch(library, spec, packed, x, flags | DEPENDENT)] * 16) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    for _ in range(100):
-        for (graph, _), stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in graphs[i][1])
+@pytest.mark.parametrize("flags", [PLAIN, tuned(2, 4)])
+def test_a_chain_of_dependent_launches(library, flags):
+    check_chain(library, 4, flags)
 
 
 def test_more_captures_than_sets_of_counters(library):

@@ -5,10 +5,18 @@ Its blocks leave partial sums to each other, so the cuts matter: `least` units a
 
 import pytest
 import torch
-from test_small_batch import DEPENDENT, DTYPES, PLAIN, ROUNDING, capture, launch, relative_error, rounded_centroids
+from fused import DEPENDENT, DTYPES, PLAIN, ROUNDING, launch, random_weight, relative_error, rounded_centroids
+from order_of_work import (  # noqa: F401
+    check_chain,
+    test_graphs_replay_on_new_inputs,
+    test_two_graphs_at_once,
+    test_two_streams_at_once,
+    test_waits_for_the_kernel_that_writes_the_activations,
+)
 
-from nf4linear import native, ops, reference, reorder, selfcheck
-from nf4linear.formats import FORMATS, FourBitSpec
+from nf4linear import native, ops, reference, reorder
+from nf4linear.bench.linear import TUNE_SHAPES, TUNE_WGMMA_SHAPES
+from nf4linear.formats import FourBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
 
 pytestmark = [
@@ -31,15 +39,25 @@ SPECS = (
     FourBitSpec("nf4", 130, 704, double_quant=False),  # a last burst of three tiles
     FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
 )
-# Tokens of SMALL_WGMMA_SHAPES in csrc/small_wgmma_plan.h, which come after those of the small-batch engine.
-SHAPES = (16, 32, 32, 32, 64, 64, 96, 128)
-FIRST_SHAPE = 7
+# Tokens of each shape; they come after those of the small-batch engine.
+SHAPES = tuple(tokens for tokens, _ in TUNE_WGMMA_SHAPES)
 TOKENS = (17, 31, 32, 33, 48, 64, 65, 96, 100, 128)
 
 
 def tuned(shape: int, least: int = 1) -> int:
-    """Flags that take a compiled shape, and at least `least` units a block, in place of the launch table's choice."""
-    return (1 + FIRST_SHAPE + shape) << 8 | least << 16
+    """Flags that take a shape of this engine, and at least `least` units a block."""
+    return native.tuned(len(TUNE_SHAPES) + shape, least)
+
+
+def of(tokens: int, row_groups: int, least: int = 1) -> int:
+    """The same by what the shape is."""
+    return tuned(TUNE_WGMMA_SHAPES.index((tokens, row_groups)), least)
+
+
+def shapes_for(tokens: int) -> list[int]:
+    found = [shape for shape, capacity in enumerate(SHAPES) if tokens <= capacity]
+    assert found, "no shape takes so many tokens"
+    return found
 
 
 def rounding(dtype: torch.dtype, values: int) -> float:
@@ -60,19 +78,6 @@ def weight(request):
     spec = request.param
     canonical = fresh_weight(spec, device="cuda")
     return spec, canonical, reorder.pack(spec, canonical)
-
-
-def random_weight(spec: FourBitSpec) -> dict[str, torch.Tensor]:
-    """Packed tensors of random bytes, made on the GPU; nothing but the size is of interest."""
-    generator = torch.Generator("cuda").manual_seed(0)
-    packed = {}
-    for name, tensor in spec.packed_tensors().items():
-        where = {"device": "cuda", "generator": generator}
-        if tensor.dtype == torch.uint8:
-            packed[name] = torch.randint(0, 256, tensor.shape, dtype=torch.uint8, **where)
-        else:
-            packed[name] = torch.rand(tensor.shape, **where) + 0.1
-    return packed | {"code": torch.tensor(FORMATS[spec.format].code, device="cuda")}
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -100,9 +105,8 @@ def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, tokens):
     exact = x.double() @ reference.dequantize(spec, canonical, torch.float32).double().T + bias.double()
     gemm = torch.nn.functional.linear(x, reference.dequantize(spec, canonical, dtype), bias)
     most = 1.15 * relative_error(gemm, exact) + 1e-4
-    for shape, capacity in enumerate(SHAPES):
-        if tokens <= capacity:
-            assert relative_error(launch(library, spec, packed, x, tuned(shape), bias), exact) <= most, shape
+    for shape in shapes_for(tokens):
+        assert relative_error(launch(library, spec, packed, x, tuned(shape), bias), exact) <= most, shape
     got = ops.linear(x, *operands(spec, packed), bias, *geometry(spec))
     assert relative_error(got, exact) <= most
     assert torch.equal(got, ops.linear(x, *operands(spec, packed), bias, *geometry(spec))), "two calls differ"
@@ -138,10 +142,9 @@ def test_large_shapes(library):
         x = torch.randn(128, spec.k, device="cuda", dtype=torch.bfloat16)
         exact = x.double() @ exact_weight.T
         for tokens in (*range(1, 65, 3), 65, 77, 96, 97, 113, 128):
-            for shape, capacity in enumerate(SHAPES):
-                if tokens <= capacity:
-                    got = launch(library, spec, packed, x[:tokens], tuned(shape))
-                    assert relative_error(got, exact[:tokens]) < 2e-3, (shape, tokens)
+            for shape in shapes_for(tokens):
+                got = launch(library, spec, packed, x[:tokens], tuned(shape))
+                assert relative_error(got, exact[:tokens]) < 2e-3, (shape, tokens)
         for tokens in TOKENS:
             got = ops.linear(x[:tokens], *operands(spec, packed), None, *geometry(spec))
             assert relative_error(got, exact[:tokens]) < 2e-3, tokens
@@ -181,15 +184,6 @@ def test_shards_find_their_second_level_scales(library, blocksize):
             y = torch.full((tokens, part.n), torch.nan, device="cuda", dtype=torch.float16)
             assert library.linear(shard, x, None, y, tuned(shape))
             assert relative_error(y, x.double() @ whole[n0:n1, k0:k1].double().T) < ROUNDING[torch.float16]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_the_self_check_covers_it(library, dtype):
-    assert any(32 < tokens <= 64 for tokens in selfcheck.TOKENS)
-    specs = selfcheck.SPECS[FourBitSpec]
-    errors = [selfcheck._error(library, spec, 0, dtype, 48) for spec in specs]
-    assert 0 < max(errors) <= selfcheck.TOLERANCES[dtype], "one of them is large enough for this engine"
-    assert selfcheck.fused_allowed(library, 0, dtype, specs[0])
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -248,23 +242,22 @@ def test_activations_anywhere(weight, library, tokens):
         assert relative_error(ops.linear(view, *operands(spec, packed), None, *geometry(spec)), want) < 1e-3
     wide = torch.full((tokens, spec.k + 64), torch.nan, device="cuda", dtype=torch.float16)
     wide[:, : spec.k] = x
-    for shape, capacity in enumerate(SHAPES):
-        if tokens <= capacity:
-            apart = launch(library, spec, packed, wide[:, : spec.k], tuned(shape))
-            assert torch.equal(apart, launch(library, spec, packed, x, tuned(shape)))
+    for shape in shapes_for(tokens):
+        apart = launch(library, spec, packed, wide[:, : spec.k], tuned(shape))
+        assert torch.equal(apart, launch(library, spec, packed, x, tuned(shape)))
 
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
 
 # (spec, tokens, flags): row blocks that eight blocks share evenly, sixteen, up to seven, four evenly, none, up to four.
 ORDERED = (
-    (FourBitSpec("nf4", 1024, 2048), 48, tuned(4)),
-    (FourBitSpec("nf4", 512, 4096), 30, tuned(1)),
-    (FourBitSpec("nf4", 1000, 4096), 16, tuned(0, 3)),
-    (FourBitSpec("nf4", 1000, 4096), 17, tuned(2, 4)),
-    (FourBitSpec("nf4", 2048, 1024), 64, tuned(5, 4)),
-    (FourBitSpec("nf4", 6100, 4096), 33, tuned(4)),
-    (FourBitSpec("nf4", 1000, 2048), 128, tuned(7, 4)),
+    (FourBitSpec("nf4", 1024, 2048), 48, of(64, 2)),
+    (FourBitSpec("nf4", 512, 4096), 30, of(32, 2)),
+    (FourBitSpec("nf4", 1000, 4096), 16, of(16, 4, 3)),
+    (FourBitSpec("nf4", 1000, 4096), 17, of(32, 3, 4)),
+    (FourBitSpec("nf4", 2048, 1024), 64, of(64, 3, 4)),
+    (FourBitSpec("nf4", 6100, 4096), 33, of(64, 2)),
+    (FourBitSpec("nf4", 1000, 2048), 128, of(128, 2, 4)),
 )
 
 
@@ -274,75 +267,6 @@ def ordered(request):
     return spec, random_weight(spec), tokens, flags
 
 
-@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
-def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    source = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    want = launch(library, spec, packed, source, flags)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(20):
-            x = torch.zeros_like(source)
-            torch.cuda._sleep(200_000)
-            torch.add(source, 0, out=x)
-            assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
-
-
-@pytest.mark.parametrize("flags", [tuned(0), tuned(1), tuned(4)])
+@pytest.mark.parametrize("flags", [of(16, 4), of(32, 2), of(64, 2)])
 def test_a_chain_of_dependent_launches(library, flags):
-    """Each reads what the one before it wrote; all of them use the same workspace and flags."""
-    spec = FourBitSpec("nf4", 1024, 1024)
-    packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
-    ends = []
-    for extra in (PLAIN, DEPENDENT):
-        y = torch.randn(16, 1024, device="cuda", generator=torch.Generator("cuda").manual_seed(1)).half()
-        for _ in range(60):
-            for _ in range(3):
-                y = launch(library, spec, packed, y / 32, flags | extra)
-            y /= y.abs().amax()
-        ends.append(y)
-    assert torch.equal(*ends) and ends[0].isfinite().all()
-
-
-def test_two_streams_at_once(ordered, library):
-    spec, packed, tokens, flags = ordered
-    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [launch(library, spec, packed, x, flags) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    got = [[], []]
-    for _ in range(200):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                got[i].append(launch(library, spec, packed, inputs[i], flags | DEPENDENT))
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in got[i])
-
-
-@pytest.mark.parametrize("extra", [PLAIN, DEPENDENT])
-def test_graphs_replay_on_new_inputs(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    launch(library, spec, packed, x, flags)
-    graph, outputs = capture([lambda: launch(library, spec, packed, x, flags | extra)] * 8)
-    for _ in range(5):
-        fresh = torch.randn_like(x)
-        x.copy_(fresh)
-        graph.replay()
-        want = launch(library, spec, packed, fresh, flags)
-        assert all(torch.equal(y, want) for y in outputs)
-
-
-def test_two_graphs_at_once(ordered, library):
-    spec, packed, tokens, flags = ordered
-    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [launch(library, spec, packed, x, flags) for x in inputs]
-    graphs = [capture([lambda x=x: launch(library, spec, packed, x, flags | DEPENDENT)] * 16) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    for _ in range(100):
-        for (graph, _), stream in zip(graphs, streams, strict=True):
-            with torch.cuda.stream(stream):
-                graph.replay()
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in graphs[i][1])
+    check_chain(library, 16, flags)

@@ -1,0 +1,64 @@
+"""What tests of fused kernels share: how they are launched, the weights they see, and how errors are measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from nf4linear import native, reference
+from nf4linear.formats import FORMATS, FourBitSpec, WeightSpec
+from operands import operands
+
+DTYPES = [torch.float16, torch.bfloat16]
+# Relative error that rounding the output alone can give: half a unit of the last place. Over many values it is less
+# than half of that.
+ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
+PLAIN, DEPENDENT = 0, native.DEPENDENT_LAUNCH
+
+
+def launch(
+    library: native.CudaLibrary,
+    spec: WeightSpec,
+    packed: dict[str, Tensor],
+    x: Tensor,
+    flags: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor | None:
+    """The fused product into poisoned memory; None where the library leaves the call to a GEMM."""
+    y = torch.full((x.shape[0], spec.n), torch.nan, device=x.device, dtype=x.dtype)
+    return y if library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags) else None
+
+
+def random_weight(spec: FourBitSpec) -> dict[str, Tensor]:
+    """Packed tensors of random bytes, made on the GPU; nothing but the size is of interest."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    packed = {}
+    for name, tensor in spec.packed_tensors().items():
+        where = {"device": "cuda", "generator": generator}
+        if tensor.dtype == torch.uint8:
+            packed[name] = torch.randint(0, 256, tensor.shape, dtype=torch.uint8, **where)
+        else:
+            packed[name] = torch.rand(tensor.shape, **where) + 0.1
+    return packed | {"code": torch.tensor(FORMATS[spec.format].code, device="cuda")}
+
+
+def rounded_centroids(spec: FourBitSpec, canonical: dict[str, Tensor], dtype: torch.dtype) -> Tensor:
+    """The weight as kernels for few tokens see it, float32: centroids rounded to `dtype`, scales exact."""
+    codes = canonical["codes"]
+    nibbles = torch.stack((codes >> 4, codes & 15), 1).view(-1).long()
+    table = torch.tensor(FORMATS[spec.format].code, device=codes.device).to(dtype).float()
+    scales = reference.block_scales(spec, canonical).repeat_interleave(spec.blocksize)
+    return (table[nibbles] * scales).view(spec.n, spec.k)
+
+
+def relative_error(got: Tensor, exact: Tensor) -> float:
+    return ((got.double() - exact).norm() / exact.norm()).item()
+
+
+def capture(calls: list[Callable[[], Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = [call() for call in calls]
+    return graph, outputs
