@@ -7,6 +7,7 @@ tensor are caught. Timing, races and the instructions themselves are left to the
 """
 
 import random
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -19,7 +20,7 @@ COMPILER = shutil.which("g++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no g++")
 
 # (row tiles, tokens) of SMALL_BATCH_SHAPES in csrc/small_batch_plan.h.
-SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
+SHAPES = [tuple(map(int, s)) for s in re.findall(r"\{(\d+), (\d+), \d+\}", (CSRC / "small_batch_plan.h").read_text())]
 # n, k, blocksize: fewer tiles than a burst, ragged bursts, ragged rows, repeated scales.
 SIZES = ((48, 192, 64), (5, 64, 64), (100, 576, 64), (33, 1088, 64), (200, 640, 128), (70, 1024, 1024))
 
