@@ -39,7 +39,8 @@ __device__ __forceinline__ uint32_t round_pair(float low, float high) {
 template <class T>
 __device__ __forceinline__ uint32_t round_pair_in_order(float low, float high) {
   uint32_t pair;
-  if constexpr (std::is_same_v<T, __half>) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  constexpr bool HALF = std::is_same_v<T, __half>;
+  if constexpr (HALF) asm volatile("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   else asm volatile("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
 #endif

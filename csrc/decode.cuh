@@ -6,8 +6,8 @@
 //         | pair x 32  | free                  |       pair = value(e >> 4) | value(e & 15) << 16
 //
 // Lane l reads word l of a line, so 32 lanes never meet in a bank, whatever their bytes are. A line of 256 bytes puts
-// the byte into the second byte of the address and 4 * lane into the first: one PRMT takes byte i out of a packed word and
-// makes the whole address, and the load adds the table's base for nothing. Halving the line saves 32 KB and costs a
+// the byte into the second byte of the address and 4 * lane into the first: one PRMT takes byte i out of a packed word
+// and makes the whole address, and the load adds the table's base for nothing. Halving the line saves 32 KB and costs a
 // shift and an OR a look-up; it was slower on every shape (docs/kernel-log.md).
 //
 // The table knows the format only by its sixteen values, so NF4 and FP4 share every kernel.
@@ -68,7 +68,8 @@ struct PairTable {
   }
 
   // The same, in order with the volatile instructions around it: for registers that a wgmma reads after a fence.
-  __device__ __forceinline__ static uint32_t decode_in_order(uint32_t base, uint32_t word, uint32_t lane_address, int i) {
+  __device__ __forceinline__ static uint32_t decode_in_order(uint32_t base, uint32_t word, uint32_t lane_address,
+                                                             int i) {
     return ld_shared_u32(address(base, word, lane_address, i));
   }
 
@@ -77,8 +78,8 @@ struct PairTable {
   }
 };
 
-// The same for float32, exact: line e holds the two values of byte e sixteen times, 8 bytes each. A load of 8 bytes serves half
-// a warp at a time, whose lanes never meet in a bank.
+// The same for float32, exact: line e holds the two values of byte e sixteen times, 8 bytes each. A load of 8 bytes
+// serves half a warp at a time, whose lanes never meet in a bank.
 struct FloatPairTable {
   static constexpr int LINE_BYTES = 256;
   static constexpr int BYTES = 256 * LINE_BYTES;

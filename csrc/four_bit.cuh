@@ -14,7 +14,7 @@ namespace nf4l {
 
 struct FourBitWeight {
   const uint8_t* codes;         // [row_tiles][k_tiles][512]
-  const uint8_t* scales;        // absmax_q [row_tiles][ceil(k_tiles / 4)][64], or absmax: float [row_tiles][k_tiles][16]
+  const uint8_t* scales;        // absmax_q [row_tiles][ceil(k_tiles / 4)][64]; plain: float [row_tiles][k_tiles][16]
   const float* nested_code;     // [256], NULL with plain absmax
   const float* nested_absmax;   // one for 2^log2_group blocks of the unsharded weight
   const float* nested_offset;

@@ -1,7 +1,7 @@
 // The C ABI of nf4linear: everything the shared libraries export.
 //
-// Plain structs and error codes only. No call throws, exits, prints, allocates device memory or synchronises; the caller
-// owns every pointer. One binary serves any torch and any Python, because neither is mentioned here.
+// Plain structs and error codes only. No call throws, exits, prints, allocates device memory or synchronises; the
+// caller owns every pointer. One binary serves any torch and any Python, because neither is mentioned here.
 //
 // A weight is [n, k] row-major in meaning (n out_features, k in_features); the byte orders are drawn in layout.h.
 #ifndef NF4LINEAR_H
@@ -41,9 +41,11 @@ typedef struct nf4l_weight {
   int32_t format;    // nf4l_format
   int32_t layout;    // nf4l_layout
   int64_t n, k;
-  int64_t blocksize; // 4 bit: weights a scale, a power of two 32..4096; 8 bit: group size 64 or 128, 0 = one scale a row
+  // 4 bit: weights a scale, a power of two 32..4096; 8 bit: group size 64 or 128, 0 = one scale a row
+  int64_t blocksize;
   const uint8_t* qweight;     // 16-byte aligned in the tiled layouts
-  const void* scales;         // 4 bit: uint8 codes if nested_code is set, else float32; 8 bit: float32 (raw row maxima or group scales)
+  // 4 bit: uint8 codes if nested_code is set, else float32; 8 bit: float32 (raw row maxima or group scales)
+  const void* scales;
   const float* nested_code;   // [256], NULL without double quantization
   const float* nested_absmax; // [ceil(blocks / 256)] in flat block order of the unsharded weight
   const float* nested_offset; // one float, read on the device: no host copy, no synchronisation
@@ -65,21 +67,22 @@ typedef struct nf4l_linear_args {
 } nf4l_linear_args;
 
 enum nf4l_linear_flags {
-  // Programmatic dependent launch: the read of the weight may start before the previous kernel of the stream ends, so that
-  // kernel must not write it. x, bias, y and workspace are not touched before.
+  // Programmatic dependent launch: the read of the weight may start before the previous kernel of the stream ends, so
+  // that kernel must not write it. x, bias, y and workspace are not touched before.
   NF4L_DEPENDENT_LAUNCH = 1,
   // CPU library, float32 x: products may be formed in bfloat16, by levels that have instructions for it.
   NF4L_ALLOW_BF16 = 2,
   // y is written transposed, [n, m] (CUDA only): the product with the weight as the first operand.
   NF4L_TRANSPOSED_OUTPUT = 4,
-  // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine, then those
-  // of the small wgmma engine, then those of the prefill engine; in bits 16..23 slices of k for the first, least units a block
-  // for the second, 1 for output tiles all whole for the third. 8-bit weights: the shapes of their two engines.
+  // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine, then
+  // those of the small wgmma engine, then those of the prefill engine; in bits 16..23 slices of k for the first, least
+  // units a block for the second, 1 for output tiles all whole for the third. 8-bit weights: the shapes of their two
+  // engines.
   NF4L_TUNE_SHAPE_SHIFT = 8,
   NF4L_TUNE_SLICES_SHIFT = 16
 };
 
-// ---- libnf4linear_cuda -------------------------------------------------------------------------------------------------
+// ---- libnf4linear_cuda ----------------------------------------------------------------------------------------------
 // All launches go to `stream` (a cudaStream_t) of the calling thread's current device.
 NF4L_API int nf4l_cuda_abi_version(void);
 // Comma-separated architectures this binary holds code for, such as "80,90a".
@@ -88,13 +91,13 @@ NF4L_API const char* nf4l_cuda_architectures(void);
 NF4L_API const char* nf4l_cuda_status_text(int status);
 // Writes the whole weight [n, k] row-major in `dtype`, bit-identical to bitsandbytes' dequantize (4 bit).
 NF4L_API int nf4l_cuda_dequantize(const nf4l_weight* weight, int32_t dtype, void* out, void* stream);
-// Bytes of workspace that this call needs on the current device, 0 for most; the pointers in `args` may be NULL or not yet
-// what they will be, but x as aligned as it will be. Negative: a status.
+// Bytes of workspace that this call needs on the current device, 0 for most; the pointers in `args` may be NULL or not
+// yet what they will be, but x as aligned as it will be. Negative: a status.
 NF4L_API int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_args* args);
 // NF4L_OK after a launch, NF4L_USE_GEMM when the dispatch table sends the call to dequantize + GEMM.
 NF4L_API int nf4l_cuda_linear(const nf4l_weight* weight, const nf4l_linear_args* args, void* stream);
 
-// ---- libnf4linear_cpu --------------------------------------------------------------------------------------------------
+// ---- libnf4linear_cpu -----------------------------------------------------------------------------------------------
 NF4L_API int nf4l_cpu_abi_version(void);
 // The instruction-set level in use: "avx512", "avx2" or "portable".
 NF4L_API const char* nf4l_cpu_level(void);

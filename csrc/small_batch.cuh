@@ -246,8 +246,8 @@ struct WarpWalk {
   }
 };
 
-// The end of a walk. A stretch that ended inside a group leaves its tail, or, where it has the group's start, adds up those
-// of the warps behind it. All warps come here together.
+// The end of a walk. A stretch that ended inside a group leaves its tail, or, where it has the group's start, adds up
+// those of the warps behind it. All warps come here together.
 template <int WARPS, class Walk>
 __device__ __forceinline__ void close_stretch(Walk& walk, int warp, const float* tails) {
   const int units = walk.work.units, begin = units * warp / WARPS, end = units * (warp + 1) / WARPS;
@@ -295,8 +295,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   const BlockWork work(args);
   const int begin = work.units * warp / WARPS, end = work.units * (warp + 1) / WARPS;
 
-  // The first burst goes first: whatever is issued behind it also arrives behind it, and is small. A dependent launch has
-  // time for a second; otherwise that would only be waited for together with the first (see WeightStream::load).
+  // The first burst goes first: whatever is issued behind it also arrives behind it, and is small. A dependent launch
+  // has time for a second; otherwise that would only be waited for together with the first (see WeightStream::load).
   WeightStream<R> weights(args, work, begin, end, lane);
   weights.template load<0>(args, work, lane, 0);
   if (args.dependent) weights.template load<1>(args, work, lane, 0);

@@ -151,8 +151,8 @@ struct Avx512 {
     }
   }
 
-  // Calls body(group, codes): byte t of a lane holds input 8 * group + 2 t of a row in its high nibble and the next in its
-  // low one.
+  // Calls body(group, codes): byte t of a lane holds input 8 * group + 2 t of a row in its high nibble and the next in
+  // its low one.
   template <class Body>
   static void for_each_group4(const uint8_t* tile, const Body& body) {
     __m512i column[8];
@@ -161,7 +161,8 @@ struct Avx512 {
     for (int c = 0; c < 8; ++c) body(c, gather_bytes(column[c]));
   }
 
-  // Calls body(group, K(), values of input 8 * group + K in 16 rows); K is an integral_constant, so that addresses fold.
+  // Calls body(group, K(), values of input 8 * group + K in 16 rows); K is an integral_constant, so that addresses
+  // fold.
   template <class Format, class Body>
   static void for_each_input4(const uint8_t* tile, const Body& body) {
     const Vec table = load(CENTROIDS<Format>.value);

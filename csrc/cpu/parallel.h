@@ -14,9 +14,8 @@ namespace nf4l::cpu {
 using Task = void (*)(void* context, int64_t begin, int64_t end);
 
 // Runs `task` over [0, count) in pieces of at most `grain`, on `threads` threads at most, and returns when all is done.
-// A thread gets pieces that lie together first, and then what others have not begun, so a result may not depend on which
-// thread runs a piece.
-// The child of a fork runs on the calling thread: OpenMP's workers do not survive a fork.
+// A thread gets pieces that lie together first, and then what others have not begun, so a result may not depend on
+// which thread runs a piece. The child of a fork runs on the calling thread: OpenMP's workers do not survive a fork.
 void parallel_for(int64_t count, int64_t grain, int threads, Task task, void* context);
 
 // The same with a callable, `body(begin, end)`.

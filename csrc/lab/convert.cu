@@ -30,7 +30,8 @@ auto by_kind(int kind, F f) {
 template <Way WAY>
 cudaError_t launch_product(const ProductArgs& args, cudaStream_t stream) {
   constexpr int BYTES = ProductTile::STAGES * ProductTile::STAGE;
-  if (const cudaError_t error = cudaFuncSetAttribute(product<WAY>, cudaFuncAttributeMaxDynamicSharedMemorySize, BYTES)) return error;
+  constexpr auto MOST = cudaFuncAttributeMaxDynamicSharedMemorySize;
+  if (const cudaError_t error = cudaFuncSetAttribute(product<WAY>, MOST, BYTES)) return error;
   const dim3 grid(args.n / ProductTile::ROWS, args.m / ProductTile::TOKENS);
   product<WAY><<<grid, ProductTile::THREADS, BYTES, stream>>>(args);
   return cudaGetLastError();
@@ -57,7 +58,8 @@ NF4L_LAB int nf4l_lab_convert_once(int kind, const uint32_t* words, uint32_t* ou
   return cudaGetLastError();
 }
 
-NF4L_LAB int nf4l_lab_product(int way, const uint8_t* w, const void* x, void* d, int n, int m, int k, cudaStream_t stream) {
+NF4L_LAB int nf4l_lab_product(int way, const uint8_t* w, const void* x, void* d, int n, int m, int k,
+                              cudaStream_t stream) {
   const ProductArgs args = {w, static_cast<const __half*>(x), static_cast<__half*>(d), n, m, k};
   switch (way) {
     case 0: return launch_product<Way::narrow_loads>(args, stream);

@@ -1,5 +1,5 @@
-// The laboratory of 8-bit conversions: each conversion in a loop of its own, and one product of 8-bit and 16-bit matrices with
-// three ways from stored bytes to the fragments that the tensor cores want.
+// The laboratory of 8-bit conversions: each conversion in a loop of its own, and one product of 8-bit and 16-bit
+// matrices with three ways from stored bytes to the fragments that the tensor cores want.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,7 +17,7 @@
 
 namespace nf4l::lab {
 
-// ---- conversions ------------------------------------------------------------------------------------------------------------
+// ---- conversions ----------------------------------------------------------------------------------------------------
 
 enum class How { nothing, plain, fast };
 
@@ -31,7 +31,8 @@ __device__ __forceinline__ uint32_t plain_pair(uint32_t word, int p) {
     if constexpr (std::is_same_v<T, __half>) value[i] = __int2half_rn(byte);
     else value[i] = __int2bfloat16_rn(byte);
   }
-  return uint32_t(reinterpret_cast<const uint16_t&>(value[0])) | uint32_t(reinterpret_cast<const uint16_t&>(value[1])) << 16;
+  return uint32_t(reinterpret_cast<const uint16_t&>(value[0])) |
+         uint32_t(reinterpret_cast<const uint16_t&>(value[1])) << 16;
 }
 
 template <How HOW, class T, class Code>
@@ -68,9 +69,9 @@ __global__ void convert_once(const uint32_t* words, uint32_t* out, int n) {
   for (int p = 0; p < 2; ++p) out[2 * i + p] = pair_by<HOW, T, Code>(words[i], p);
 }
 
-// ---- the product ------------------------------------------------------------------------------------------------------------
-// d[n, m] = w[n, k] * x[m, k]^T: 8-bit w first, float16 x, float32 sums, float16 d. One block computes 128 x 128 of d with
-// eight warps of 32 x 64, through a ring of four stages of 64 k.
+// ---- the product ----------------------------------------------------------------------------------------------------
+// d[n, m] = w[n, k] * x[m, k]^T: 8-bit w first, float16 x, float32 sums, float16 d. One block computes 128 x 128 of d
+// with eight warps of 32 x 64, through a ring of four stages of 64 k.
 
 enum class Way {
   narrow_loads,  // w row-major; a lane loads the two bytes of each fragment register by themselves
@@ -100,7 +101,8 @@ struct ProductLoad {
 #pragma unroll
     for (int i = thread; i < P::TOKENS * 8; i += P::THREADS) {  // rows of 128 bytes, their 16-byte chunks swizzled
       const int line = i / 8, chunk = i % 8;
-      cp_async_16(smem + line * 128 + (chunk ^ line % 8) * 16, a.x + int64_t(token + line) * a.k + kt * P::K + chunk * 8, true);
+      cp_async_16(smem + line * 128 + (chunk ^ line % 8) * 16,
+                  a.x + int64_t(token + line) * a.k + kt * P::K + chunk * 8, true);
     }
     const uint32_t w = smem + P::X_BYTES;
 #pragma unroll
@@ -191,7 +193,8 @@ __global__ void __launch_bounds__(ProductTile::THREADS, 1) product(const Product
 #pragma unroll
       for (int c = 0; c < 8; ++c) {
         const uint32_t pair = round_pair<__half>(sum[r][c][2 * h], sum[r][c][2 * h + 1]);
-        *reinterpret_cast<uint32_t*>(args.d + int64_t(line) * args.m + token + warp_token + c * 8 + lane % 4 * 2) = pair;
+        __half* to = args.d + int64_t(line) * args.m + token + warp_token + c * 8 + lane % 4 * 2;
+        *reinterpret_cast<uint32_t*>(to) = pair;
       }
     }
   }

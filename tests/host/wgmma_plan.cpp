@@ -1,9 +1,10 @@
-// Walks the blocks of the wgmma engine's plans for tests/test_wgmma_plan.py, with the arithmetic of the kernel. One question
-// a line on standard input:
+// Walks the blocks of the wgmma engine's plans for tests/test_wgmma_plan.py, with the arithmetic of the kernel. One
+// question a line on standard input:
 //   shape n k kb_full log2_group nested least_units sms shared_bytes
 // one answer a line: "none", or the plan (tokens row_groups burst stages bursts blocks shared workspace) and then,
-// for each block, "; begin end" and for each row block it meets ", row_block first last owner stop spread": units first ..
-// last - 1 are its own, blocks owner .. stop - 1 share the row block, and they all add up if it is spread, else the owner.
+// for each block, "; begin end" and for each row block it meets ", row_block first last owner stop spread": units first
+// .. last - 1 are its own, blocks owner .. stop - 1 share the row block, and they all add up if it is spread, else the
+// owner.
 #include <algorithm>
 #include <iostream>
 #include <sstream>
@@ -38,8 +39,8 @@ int main() {
       for (int first = begin; first < end;) {
         const int row_block = first / plan.bursts, last = std::min(end, (row_block + 1) * plan.bursts);
         const nf4l::Sharers sharers(plan.deal, row_block, plan.bursts);
-        std::cout << ", " << row_block << ' ' << first << ' ' << last << ' ' << sharers.owner << ' ' << sharers.stop << ' '
-                  << sharers.spread();
+        std::cout << ", " << row_block << ' ' << first << ' ' << last << ' ' << sharers.owner << ' ' << sharers.stop
+                  << ' ' << sharers.spread();
         first = last;
       }
     }
