@@ -151,7 +151,7 @@ class BoundWeight:
         stream = _current_stream(self._device)
         if self._launch_dequantize(self._weight_pointer, self._dtype_id, dense.data_ptr(), stream) != OK:
             return None
-        if x.dim() == 2:
+        if 2 <= x.dim() <= 3:  # the framework makes one matrix of the three itself
             return _gemm(x, dense, bias)
         return _gemm(x.view(-1, self._spec.k), dense, bias).view(*x.shape[:-1], self._spec.n)
 
@@ -164,7 +164,7 @@ class BoundWeight:
         """What calls of x's shape share, kept for few tokens; None for a shape that is the operator's."""
         n, k = self._spec.n, self._spec.k
         tokens = x.numel() // k
-        if x.shape[-1:] != (k,) or tokens == 0:
+        if tokens == 0 or x.shape[-1] != k:
             return None
         if tokens > self._most_fused_tokens:
             return _BY_GEMM

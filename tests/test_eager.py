@@ -57,7 +57,7 @@ def by_gemm(layer, x):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(200,), (1, 200), (2, 3, 50)])
+@pytest.mark.parametrize("shape", [(200,), (1, 200), (2, 3, 50), (1, 1, 1, 130)])
 def test_long_prompts_are_the_operators_bits(bias, shape):
     layer, library = make_layer(bias), StandIn(0)
     x = inputs(*shape)

@@ -48,7 +48,9 @@ def operator_calls(monkeypatch):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(1, 512), (512,), (2, 3, 512), (1, 1, 512), (32, 512), (200, 512), (1, 2000, 512)])
+@pytest.mark.parametrize(
+    "shape", [(1, 512), (512,), (2, 3, 512), (1, 1, 512), (32, 512), (200, 512), (1, 2000, 512), (2, 2, 50, 512)]
+)
 def test_plain_calls_go_past_the_operator(library, operator_calls, dtype, bias, shape):
     layer = make_layer(bias, dtype)
     x = torch.randn(shape, device="cuda", dtype=dtype)
