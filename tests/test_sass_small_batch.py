@@ -74,10 +74,10 @@ def test_one_kernel_on_every_architecture(one):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["f16", "bf16"])
-def test_every_kernel_of_the_build(dtype, tmp_path):
+@pytest.mark.parametrize(("dtype", "arch"), [("f16", "90a"), *(("bf16", arch) for arch in ARCHITECTURES)])
+def test_every_kernel_of_the_build(dtype, arch, tmp_path):
     shapes = re.findall(r"\{\d+, \d+, 8\}", (CSRC / "small_batch_plan.h").read_text())
     assert len(shapes) >= 7
-    cubin = compile_cubin(CSRC / f"inst_small_batch_{dtype}.cu", "90a", tmp_path)
+    cubin = compile_cubin(CSRC / f"inst_small_batch_{dtype}.cu", arch, tmp_path)
     assert assert_nothing_spills(cubin) == len(shapes)
     assert count(opcodes_of(cubin), r"(LDL|STL).*") == 0
