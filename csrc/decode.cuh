@@ -21,6 +21,7 @@
 #include "codebook.h"
 #include "convert.cuh"
 #include "copy.cuh"
+#include "four_bit.h"
 
 namespace nf4l {
 
@@ -40,8 +41,7 @@ Codebook16 codebook16_of() {
 }
 
 struct PairTable {
-  static constexpr int LINE_BYTES = 256;
-  static constexpr int BYTES = 256 * LINE_BYTES;
+  static constexpr int LINE_BYTES = PAIR_TABLE_BYTES / 256;
 
   // All warps of the block together; a barrier must follow. One 16-byte store a lane fills four words of a line.
   template <int WARPS>

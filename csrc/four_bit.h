@@ -11,6 +11,9 @@ namespace nf4l {
 // Tiles of 64 inputs that engines load at once, and their unit of work: as many as share 64 bytes of scale codes.
 constexpr int BURST = 4;
 
+// Shared memory of the look-up table of decode.cuh: a line of 256 bytes for each byte of codes.
+constexpr int PAIR_TABLE_BYTES = 256 * 256;
+
 struct FourBitProblem {
   int64_t n, k;
   int64_t blocks_per_row;  // 64-input blocks of the unsharded weight, for the span of second-level scales

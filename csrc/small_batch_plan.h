@@ -50,8 +50,6 @@ constexpr int MAX_PARTS = MAX_BLOCKS;
 
 // Byte offsets in a block's shared memory.
 struct SmallBatchShared {
-  static constexpr int TABLE_BYTES = 256 * 256;
-
   int nested_code;    // float [256]
   int scales;         // float [warps][row_tiles][BURST][16], of the burst in hand
   int tails;          // float [warps][lane_results][32]
@@ -60,7 +58,7 @@ struct SmallBatchShared {
   int total;
 
   NF4L_HD constexpr SmallBatchShared(SmallBatchShape shape, int nested_groups, int slice_tiles)
-      : nested_code(TABLE_BYTES),
+      : nested_code(PAIR_TABLE_BYTES),
         scales(nested_code + 256 * 4),
         tails(scales + shape.warps * shape.row_tiles * BURST * 16 * 4),
         nested_absmax(tails + shape.warps * shape.lane_results() * 32 * 4),

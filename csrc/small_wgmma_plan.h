@@ -45,8 +45,6 @@ constexpr int small_wgmma_shape(int tokens, int row_groups) {
 
 // Byte offsets in a block's shared memory. The pair table is at 0; swizzled tiles of x begin at multiples of 1024.
 struct SmallWgmmaShared {
-  static constexpr int TABLE_BYTES = 256 * 256;
-
   int ring;           // [stages] of: 16 bit x [burst][tokens][64], codes [row_tiles][burst][512]
   int scale_codes;    // [stages][row_tiles] of: 64 codes, or float [burst][16] with plain absmax
   int nested_code;    // float [256]
@@ -59,7 +57,7 @@ struct SmallWgmmaShared {
   NF4L_HD static constexpr int scale_bytes(int burst, bool nested) { return nested ? 64 : burst * TILE_ROWS * 4; }
 
   NF4L_HD constexpr SmallWgmmaShared(SmallWgmmaShape shape, bool nested, int nested_groups)
-      : ring(TABLE_BYTES),
+      : ring(PAIR_TABLE_BYTES),
         scale_codes(ring + shape.stages * shape.stage_bytes()),
         nested_code(scale_codes + shape.stages * shape.row_tiles() * scale_bytes(shape.burst, nested)),
         scales(nested_code + (nested ? 256 * 4 : 0)),
