@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import CompileConfig
 
 import nf4linear
 from nf4linear import NF4Linear, NF4LinearConfig, PackedLinear, W8Linear
@@ -401,6 +402,23 @@ def test_the_whole_model_compiles_without_a_break(tiny_packed):
         torch.testing.assert_close(compiled(ids, use_cache=False).logits, model(ids, use_cache=False).logits)
 
 
+def test_generation_compiles_its_decode_step_once(tiny_packed):
+    """As transformers compiles it on a GPU, but for the backend: one graph for all steps and calls, the same tokens."""
+    model = load(tiny_packed(), dtype=torch.float32)
+    ids = torch.arange(3, 12).view(1, 9)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids), "eos_token_id": None}
+    want = model.generate(ids, **options)
+    torch._dynamo.reset()
+    graphs = []
+    backend = lambda graph, inputs: graphs.append(graph) or graph.forward  # noqa: E731
+    compiled = CompileConfig(fullgraph=True, backend=backend, mode="default")
+    compiled._compile_all_devices = True
+    for _ in range(2):
+        got = model.generate(ids, cache_implementation="static", compile_config=compiled, **options)
+        assert torch.equal(got, want)
+    assert len(graphs) == 1
+
+
 # ---- registration ------------------------------------------------------------------------------------------------
 
 
@@ -464,6 +482,8 @@ def test_without_the_import_nothing_loads_silently(tiny_packed):
     code = """
 import sys, torch
 from torch import nn
+from torch._dynamo.testing import CompileCounter
+from transformers import CompileConfig
 from transformers import AutoModelForCausalLM
 model, info = AutoModelForCausalLM.from_pretrained(sys.argv[1], output_loading_info=True)
 assert "model.layers.0.mlp.up_proj.weight" in info["missing_keys"], info
