@@ -100,15 +100,6 @@ struct GemmW8Hand {
   }
 };
 
-// Registers of a thread: the block starts with an equal share for all, and the feeding warpgroup gives most of its own away.
-struct GemmW8Registers {
-  int feeder, consumer;
-
-  NF4L_HD constexpr explicit GemmW8Registers(int consumers)
-      : feeder(consumers == 2 ? 40 : 32),
-        consumer((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1) - feeder) / consumers / 8 * 8) {}
-};
-
 template <class Code, class T, int SHAPE>
 __device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp,
                                                 int lane) {
@@ -131,12 +122,12 @@ __global__ void __launch_bounds__(GEMM_W8_SHAPES[SHAPE].threads(), 1)
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
-  constexpr GemmW8Registers REGISTERS(S.consumers);
+  constexpr RegisterShare REGISTERS(S.consumers);
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmW8Ring<SHAPE> ring = {smem_address(smem)};
   if (warp >= S.consumers * 4) {
-    setmaxnreg_dec<REGISTERS.feeder>();
+    setmaxnreg_dec<REGISTERS.producer>();
     const bool feeds = warp == S.consumers * 4 && lane == 0;
     const GemmW8Feeder<SHAPE> feeder = {args, ring};
     if (feeds) {

@@ -43,15 +43,6 @@
 
 namespace nf4l {
 
-// Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
-struct RegisterShare {
-  int producer, consumer;
-
-  NF4L_HD constexpr explicit RegisterShare(int consumers)
-      : producer(consumers == 2 ? 40 : 32),
-        consumer(((65536 / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1)) - producer) / consumers / 8 * 8) {}
-};
-
 // Block scales of the unit in hand, float32, in a buffer of the warp's own: [TILES][16], element 2 g + h of a tile is row
 // g + 8 h.
 template <int TILES>

@@ -8,7 +8,25 @@
 
 #include <type_traits>
 
+#include "deal.h"
+
 namespace nf4l {
+
+// Registers of a thread in a block of `consumers` warpgroups that multiply and one that feeds them: the block starts with
+// an equal share for all, and the producer gives most of its own away.
+struct RegisterShare {
+  static constexpr int OF_AN_SM = 65536;
+
+  int producer, consumer;
+
+  NF4L_HD constexpr explicit RegisterShare(int consumers)
+      : producer(consumers == 2 ? 40 : 32), consumer((all(consumers) - producer) / consumers / 8 * 8) {}
+
+  // What one thread of every warpgroup has together.
+  NF4L_HD static constexpr int all(int consumers) {
+    return OF_AN_SM / ((consumers + 1) * WARPGROUP) / 8 * 8 * (consumers + 1);
+  }
+};
 
 // Orders what was done to registers before the wgmma that read or write them.
 __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
