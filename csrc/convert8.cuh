@@ -5,10 +5,10 @@
 //
 //   fp16   a byte under the exponent of 1024 is 1024 + u: one PRMT makes both, one packed subtract takes 1024 (U8) or
 //          1152 (S8) away.
-//   bf16   has seven bits of mantissa, so bit 7 goes its own way. Under the exponent of 128 the other seven are
-//          128 + low; from that is taken
-//              256 where bit 7 is 0, 128 where it is 1      (bit 7 inverted is the last bit of the exponent)
-//          which leaves u - 128 in PRMT, two LOP3 and a packed subtract. U8 adds 128 again.
+//   bf16   has seven bits of mantissa. A byte under the exponent of 128 (PRMT) has bit 7 as the last bit of its exponent
+//          and is v = 128 + low where that is 0, 256 + 2 low where it is 1. (v - 256) * m, with m = 1 or 1/2, is low - 128
+//          and low: u - 128. m is bit 7 of v inverted, as the last bit of an exponent: one LOP3. U8 adds 128 by the
+//          product's own fused addition.
 //
 // The plain way (widen, I2F, F2F, pack) takes about ten instructions a pair on slower pipes; `nf4linear lab convert`
 // counts and times both.
@@ -26,71 +26,73 @@
 
 namespace nf4l {
 
-// a - b of two pairs of T.
+#if !defined(__CUDA_ARCH__)
+// On the host, where tests check every code: value i of a pair of T, and a pair of rounded f(0) and f(1).
+template <class T>
+__device__ __forceinline__ float of_pair(uint32_t pair, int i) {
+  const uint16_t bits = uint16_t(pair >> 16 * i);
+  return to_float(reinterpret_cast<const T&>(bits));
+}
+template <class T, class F>
+__device__ __forceinline__ uint32_t each_of_pair(F f) {
+  return round_pair<T>(f(0), f(1));
+}
+#endif
+
+// a - b of two pairs of float16, and a * b + c of two pairs of bfloat16, which sm_80 has no subtraction for.
 //
 // ORDERED: in order with the volatile instructions around it, for registers that a wgmma reads after a fence.
-template <class T, bool ORDERED>
-__device__ __forceinline__ uint32_t sub_pair(uint32_t a, uint32_t b) {
+template <bool ORDERED>
+__device__ __forceinline__ uint32_t sub_f16x2(uint32_t a, uint32_t b) {
 #if defined(__CUDA_ARCH__)
   uint32_t d;
-#if __CUDA_ARCH__ >= 900
-  if constexpr (!std::is_same_v<T, __half>) {
-    if constexpr (ORDERED) asm volatile("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-    else asm("sub.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else if constexpr (ORDERED) {
-    asm volatile("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  } else {
-    asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  }
-#else  // no wgmma, and bf16 has no subtraction: -1 * b + a
-  if constexpr (std::is_same_v<T, __half>) asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(b), "r"(0xbf80bf80u), "r"(a));
-#endif
+  if constexpr (ORDERED) asm volatile("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  else asm("sub.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 #else
-  uint32_t d = 0;
-  for (int i = 0; i < 32; i += 16) {
-    const uint16_t bits_a = uint16_t(a >> i), bits_b = uint16_t(b >> i);
-    const T difference =
-        round_to<T>(to_float(reinterpret_cast<const T&>(bits_a)) - to_float(reinterpret_cast<const T&>(bits_b)));
-    d |= uint32_t(reinterpret_cast<const uint16_t&>(difference)) << i;
-  }
+  return each_of_pair<__half>([&](int i) { return of_pair<__half>(a, i) - of_pair<__half>(b, i); });
+#endif
+}
+template <bool ORDERED>
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+#if defined(__CUDA_ARCH__)
+  uint32_t d;
+  if constexpr (ORDERED) asm volatile("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  else asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
+#else
+  using T = __nv_bfloat16;
+  return each_of_pair<T>([&](int i) { return of_pair<T>(a, i) * of_pair<T>(b, i) + of_pair<T>(c, i); });
 #endif
 }
 
-// (a & mask) | 128 in bfloat16 (TABLE 0xea), or (~a & mask) | it (0xae): one LOP3, which ptxas does not find by itself.
-template <int TABLE>
-__device__ __forceinline__ uint32_t select_or(uint32_t a, uint32_t mask) {
-  constexpr uint32_t BF16_128 = 0x43004300;
+// (~a & b) | c: one LOP3, which ptxas does not find by itself.
+__device__ __forceinline__ uint32_t not_and_or(uint32_t a, uint32_t b, uint32_t c) {
 #if defined(__CUDA_ARCH__)
   uint32_t d;
-  asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(d) : "r"(a), "r"(mask), "r"(BF16_128), "n"(TABLE));
+  asm("lop3.b32 %0, %1, %2, %3, 0xae;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
   return d;
 #else
-  return ((TABLE == 0xea ? a : ~a) & mask) | BF16_128;
+  return (~a & b) | c;
 #endif
 }
 
 template <class T, bool ORDERED = false>
 struct Convert8 {
-  static constexpr bool HALF = std::is_same_v<T, __half>;
-
   // The pair of bytes 2 p and 2 p + 1 of `word`, the first one in the low half.
   template <class Code>
   __device__ __forceinline__ static uint32_t pair_of(uint32_t word, int p) {
     constexpr bool SIGNED = std::is_same_v<Code, W8S8>;
+    constexpr bool HALF = std::is_same_v<T, __half>;
+    const uint32_t v = __byte_perm(word, HALF ? 0x64646464 : 0x43434343, p ? 0x4342 : 0x4140);
     if constexpr (HALF) {
-      return sub_pair<T, ORDERED>(__byte_perm(word, 0x64646464, p ? 0x4342 : 0x4140), SIGNED ? 0x64806480 : 0x64006400);
+      return sub_f16x2<ORDERED>(v, SIGNED ? 0x64806480 : 0x64006400);
     } else {
-      return SIGNED ? signed_bf16(word, p) : sub_pair<T, ORDERED>(signed_bf16(word, p), 0xc300c300);  // -128
+      constexpr uint32_t ONE = 0x3f803f80, HALF_ONE = 0x3f003f00, LAST_OF_EXPONENT = 0x00800080;
+      constexpr uint32_t MINUS_256 = 0xc380c380, MINUS_ZERO = 0x80008000, PLUS_128 = 0x43004300;
+      const uint32_t less = fma_bf16x2<false>(v, ONE, MINUS_256), m = not_and_or(v, LAST_OF_EXPONENT, HALF_ONE);
+      return fma_bf16x2<ORDERED>(less, m, SIGNED ? MINUS_ZERO : PLUS_128);
     }
-  }
-
- private:
-  __device__ __forceinline__ static uint32_t signed_bf16(uint32_t word, int p) {
-    const uint32_t bytes = __byte_perm(word, 0, p ? 0x4342 : 0x4140);
-    return sub_pair<T, ORDERED>(select_or<0xea>(bytes, 0x007f007f), select_or<0xae>(bytes, 0x00800080));
   }
 };
 

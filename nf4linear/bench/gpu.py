@@ -15,16 +15,35 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .record import Row, commit, first_line_of, versions
 
 Call = Callable[[], Any]
+Layer = Callable[[Tensor], Tensor]
 
 PEERS = ("torch", "bitsandbytes", "humming-kernels", "transformers")
 MOST_COPIES = 64
+
+
+@dataclass
+class Contender:
+    """One implementation of a layer: `layers` are the same weight at different addresses."""
+
+    impl: str
+    layers: Sequence[Layer]
+    nbytes: float  # of one weight
+    launch: str = "plain"
+    comparable: bool = True  # it multiplies by our weight, so its error means something
+    takes: torch.dtype | None = None  # activations of this type alone, which it is given then
+
+    @property
+    def name(self) -> str:
+        return f"{self.impl} {self.launch}"
 
 
 def copies_of(nbytes: int) -> int:

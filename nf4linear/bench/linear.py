@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -24,7 +23,8 @@ from torch import Tensor
 
 from .. import native, ops, reorder
 from ..formats import FourBitSpec, dynamic_map
-from .gpu import Row, copies_of, race
+from . import humming
+from .gpu import Contender, Row, copies_of, race
 
 SHAPES = (
     (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672),
@@ -32,8 +32,6 @@ SHAPES = (
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS = 9
-# Weight bytes of the peers that do not hold ours: 4-bit integers with a 16-bit scale for 64 of them.
-HUMMING_BYTES = 0.5 + 2 / 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
 # csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_plan.h
 # (tokens, warpgroups) with all output tiles whole, or the last ones cut.
@@ -46,25 +44,8 @@ TUNE_GEMM_SHAPES = ((128, 2), (128, 3), (192, 2), (256, 2))
 TUNE_MOST_TOKENS = 1536
 TUNE_CUTS = {"cut": 0, "whole": 1}
 
-Layer = Callable[[Tensor], Tensor]
 Operands = tuple[Tensor | None, ...]
 Peer = Callable[["BenchWeight", torch.dtype], Iterator["Contender"]]
-
-
-@dataclass
-class Contender:
-    """One implementation of a layer: `layers` are the same weight at different addresses."""
-
-    impl: str
-    layers: Sequence[Layer]
-    nbytes: float  # of one weight
-    launch: str = "plain"
-    comparable: bool = True  # it multiplies by our weight, so its error means something
-    takes: torch.dtype | None = None  # activations of this type alone, which it is given then
-
-    @property
-    def name(self) -> str:
-        return f"{self.impl} {self.launch}"
 
 
 class BenchWeight:
@@ -74,6 +55,8 @@ class BenchWeight:
     # What result rows call the formats of contenders whose weights are not ours.
     format_names: ClassVar[dict[str, str]] = {"humming": "int4-g64"}
     format_name = "nf4-dq"
+    humming_config: ClassVar[dict[str, Any]] = {"dtype": "int4", "group_size": 64}
+    humming_bytes = 0.5 + 2 / 64  # of one weight: 4 bits, and a 16-bit scale for 64 of them
 
     def __init__(self, n: int, k: int, seed: int = 0) -> None:
         self.spec = FourBitSpec("nf4", n, k)
@@ -142,28 +125,10 @@ def _bitsandbytes(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender
     yield Contender("bitsandbytes", [lambda x, q=q: bnb.matmul_4bit(x, q.t(), state) for q in copies], weight.nbytes)
 
 
-def _humming(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
-    if importlib.util.find_spec("humming") is None:
-        return
-    from humming.layer import HummingLayer
-
-    nbytes = weight.spec.n * weight.spec.k * HUMMING_BYTES
-    dense, config = weight.dense(dtype), {"dtype": "int4", "group_size": 64}
-    layers = []
-    for _ in range(copies_of(int(nbytes))):
-        layer = HummingLayer(
-            shape_n=weight.spec.n, shape_k=weight.spec.k, weight_config=config, torch_dtype=dtype
-        ).cuda()
-        layer.load_from_unquantized(dense)
-        layer.transform()
-        layers.append(layer)
-    yield Contender("humming", layers, nbytes, comparable=False)
-
-
 PEERS: dict[str, Peer] = {
     "torch": torch_peer,
     "bitsandbytes": _bitsandbytes,
-    "humming": _humming,
+    "humming": humming.peer,
 }
 
 

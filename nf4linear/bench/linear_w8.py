@@ -11,13 +11,14 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from ..formats import EightBitSpec
-from .gpu import copies_of
-from .linear import BenchWeight, Contender, Operands, Peer, torch_peer
+from . import humming
+from .gpu import Contender, copies_of
+from .linear import BenchWeight, Operands, Peer, torch_peer
 
 
 class BenchWeight8(BenchWeight):
@@ -26,6 +27,8 @@ class BenchWeight8(BenchWeight):
     op = "linear_w8"
     format_names: ClassVar[dict[str, str]] = {"humming": "int8"}
     format_name = "w8_s8"
+    humming_config: ClassVar[dict[str, Any]] = {"dtype": "int8"}
+    humming_bytes = 1.0
 
     def __init__(self, n: int, k: int, seed: int = 0) -> None:
         self.spec = EightBitSpec("w8_s8", n, k)
@@ -56,20 +59,4 @@ def _bitsandbytes(weight: BenchWeight8, dtype: torch.dtype) -> Iterator[Contende
     yield Contender("bitsandbytes", layers, weight.nbytes, takes=torch.float16)
 
 
-def _humming(weight: BenchWeight8, dtype: torch.dtype) -> Iterator[Contender]:
-    if importlib.util.find_spec("humming") is None:
-        return
-    from humming.layer import HummingLayer
-
-    dense, layers = weight.dense(dtype), []
-    for _ in range(copies_of(weight.nbytes)):
-        layer = HummingLayer(
-            shape_n=weight.spec.n, shape_k=weight.spec.k, weight_config={"dtype": "int8"}, torch_dtype=dtype
-        ).cuda()
-        layer.load_from_unquantized(dense)
-        layer.transform()
-        layers.append(layer)
-    yield Contender("humming", layers, weight.nbytes, comparable=False)
-
-
-PEERS: dict[str, Peer] = {"torch": torch_peer, "bitsandbytes": _bitsandbytes, "humming": _humming}
+PEERS: dict[str, Peer] = {"torch": torch_peer, "bitsandbytes": _bitsandbytes, "humming": humming.peer}

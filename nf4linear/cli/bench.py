@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -13,7 +13,7 @@ from rich.progress import Progress
 
 from .. import mixed as mixed_products
 from ..bench import generate as generate_bench
-from ..bench import gpu, linear_report, linear_w8
+from ..bench import gpu, humming, linear_report, linear_w8
 from ..bench import linear as linear_bench
 from ..bench import mixed as mixed_bench
 from ..bench.record import write, write_record
@@ -67,17 +67,17 @@ def linear(
             cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
         else:
             peers = [known[name] for name in peer or known]
+            if humming.peer in peers and humming.installed():
+                console.print("humming compiles its kernels")
+                humming.compile_ahead(shapes, numbers, linear_bench.DTYPES[dtype], weights.humming_config)
             cells = linear_bench.sweep(shapes, numbers, dtype, peers, ceilings, weights)
-        rows = _collect(cells, len(shapes) * len(numbers))
-        record = gpu.record_of(rows, ceilings)
         kind = f"linear{'' if format == 'nf4' else '-w8'}{'-tune' if tune else ''}"
         path = output or RESULTS / f"{gpu.machine_slug()}-{kind}.json"
-        write_record(path, record)
-        text = linear_report.tune_markdown(record) if tune else linear_report.markdown(record)
-        write(path.with_suffix(".md"), text.encode())
+        report = linear_report.tune_markdown if tune else linear_report.markdown
+        record = _measure(cells, len(shapes) * len(numbers), ceilings, path, report)
         if not tune:
             write(path.with_suffix(".png"), linear_report.plot(record))
-        print(text)
+        print(report(record))
 
 
 @bench.command()
@@ -137,17 +137,12 @@ def mixed(
         if unknown := sorted(set(variant or ()) - set(mixed_products.VARIANTS)):
             raise ValueError(f"--variant takes {', '.join(mixed_products.VARIANTS)}; got {', '.join(unknown)}")
         shapes = mixed_bench.SHAPES[: 1 if quick else None]
-        rows: list[gpu.Row] = []
-        with Progress(console=console) as progress:
-            for cell in progress.track(mixed_bench.sweep(shapes, variant or mixed_products.VARIANTS), len(shapes)):
-                rows += cell
-        record = gpu.record_of(rows, gpu.measure_ceilings())
+        ceilings = gpu.measure_ceilings()
         path = output or RESULTS / f"{gpu.machine_slug()}-mixed.json"
-        write_record(path, record)
-        text = mixed_bench.markdown(record)
-        write(path.with_suffix(".md"), text.encode())
+        cells = mixed_bench.sweep(shapes, variant or mixed_products.VARIANTS)
+        record = _measure(cells, len(shapes), ceilings, path, mixed_bench.markdown)
         write(path.with_suffix(".png"), mixed_bench.plot(record))
-        print(text)
+        print(mixed_bench.markdown(record))
 
 
 def _parse_shape(text: str) -> tuple[int, int]:
@@ -157,16 +152,27 @@ def _parse_shape(text: str) -> tuple[int, int]:
     return int(n), int(k)
 
 
-def _collect(cells: Iterable[list[gpu.Row]], total: int) -> list[gpu.Row]:
-    """All rows, with a line for each cell as it comes."""
-    rows: list[gpu.Row] = []
+def _measure(
+    cells: Iterable[list[gpu.Row]],
+    total: int,
+    ceilings: dict[str, float],
+    path: Path,
+    report: Callable[[gpu.Row], str],
+) -> gpu.Row:
+    """The record of all cells, with a line for each as it comes.
+
+    File and table are written after every cell, so that whatever ends a long run leaves what was measured.
+    """
+    record = gpu.record_of([], ceilings)
     with Progress(console=console) as progress:
         task = progress.add_task("measuring", total=total)
         for cell in cells:
-            rows += cell
+            record["rows"] += cell
+            write_record(path, record)
+            write(path.with_suffix(".md"), report(record).encode())
             progress.console.print(_line(cell), highlight=False, soft_wrap=True)
             progress.advance(task)
-    return rows
+    return record
 
 
 def _line(cell: Sequence[gpu.Row]) -> str:
