@@ -18,7 +18,7 @@
 namespace nf4l {
 
 // nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
-enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, gemm_w8 };
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, small_wgmma_w8, gemm_w8 };
 
 // The first row that fits a call wins.
 struct LaunchRow {
@@ -87,8 +87,9 @@ struct Launch {
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
   GemmPlan gemm_wgmma = {};
-  GemmW8Plan gemm_w8 = {};
   SmallW8Plan small_w8 = {};
+  SmallWgmmaW8Plan small_wgmma_w8 = {};
+  GemmW8Plan gemm_w8 = {};
 };
 
 inline FourBitProblem four_bit_problem(const nf4l_weight& w) {
@@ -174,8 +175,10 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   if (w.layout == NF4L_TILE16X32) {
     const W8Launch picked = pick_w8(device, w, a);
     if (picked.engine == W8Launch::small) launch.engine = Engine::small_w8;
+    if (picked.engine == W8Launch::wgmma) launch.engine = Engine::small_wgmma_w8;
     if (picked.engine == W8Launch::gemm) launch.engine = Engine::gemm_w8;
     launch.small_w8 = picked.small_plan;
+    launch.small_wgmma_w8 = picked.wgmma_plan;
     launch.gemm_w8 = picked.gemm_plan;
   }
   // Engines for 4-bit weights write y as it is.

@@ -11,6 +11,7 @@
 #include "layout.h"
 #include "nf4linear.h"
 #include "small_w8_plan.h"
+#include "small_wgmma_w8_plan.h"
 
 namespace nf4l {
 
@@ -28,22 +29,20 @@ constexpr SmallW8Row SMALL_W8_TABLE[] = {
     {17, 32, small_w8_shape(2, 32), 0, 32},
 };
 
-// Rows of the Hopper engine, which come first; it has no group scales.
-struct GemmW8Row {
+// Rows for Hopper, which come before the others; no group scales.
+struct SmallWgmmaW8Row {
   int64_t m_first, m_last;
-  int64_t weights_first;  // n * k
-  int shape;              // in GEMM_W8_SHAPES
-  bool cut;
+  int64_t weights_first, weights_last;  // n * k
+  int shape;                            // in SMALL_WGMMA_W8_SHAPES
 };
-constexpr GemmW8Row GEMM_W8_TABLE[] = {
-    {17, 32, 40'000'000, gemm_w8_shape(32, 4), true},
-    {33, 64, 100'000'000, gemm_w8_shape(64, 4), true},
-    {33, 64, 0, gemm_w8_shape(64, 2), true},
+constexpr SmallWgmmaW8Row SMALL_WGMMA_W8_TABLE[] = {
+    {17, 32, 0, ANY, small_wgmma_w8_shape(32, 4, 2)},
+    {33, 64, 0, ANY, small_wgmma_w8_shape(64, 2, 4)},
 };
+// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less.
+constexpr int LEAST_W8_TILES = 8;
 
-constexpr int64_t GEMM_W8_MOST_TABLE_TOKENS = 64;
-
-// More tokens than those: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that, but few
+// More tokens than 64: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that, but few
 // tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
 struct GemmW8Cost {
   int shape;   // in GEMM_W8_SHAPES
@@ -65,10 +64,11 @@ constexpr int64_t gemm_w8_cost(const GemmW8Plan& plan, int64_t k_tile) {
   return line ? whole + line * k_tile + GEMM_W8_CUT_COST : whole;
 }
 
-// One of the two, or neither.
+// One of the three, or none.
 struct W8Launch {
-  enum { none, small, gemm } engine = none;
+  enum { none, small, wgmma, gemm } engine = none;
   SmallW8Plan small_plan = {};
+  SmallWgmmaW8Plan wgmma_plan = {};
   GemmW8Plan gemm_plan = {};
 };
 
@@ -86,6 +86,13 @@ struct W8Picker {
     return true;
   }
 
+  bool wgmma(int shape, int least_units) {
+    if (!device.wgmma || w.blocksize > 0) return false;
+    if (!plan_small_wgmma_w8(w.n, w.k, shape, least_units, device.sms, device.shared_bytes, launch.wgmma_plan)) return false;
+    launch.engine = W8Launch::wgmma;
+    return true;
+  }
+
   bool gemm(int shape, bool cut) {
     if (!device.wgmma || w.blocksize > 0) return false;
     if (!plan_gemm_w8(a.m, w.n, w.k, shape, cut, device.sms, device.shared_bytes, launch.gemm_plan)) return false;
@@ -93,11 +100,14 @@ struct W8Picker {
     return true;
   }
 
-  // What the tuning flags ask for: a shape of the small-batch engine and slices, or behind those one of the Hopper engine
-  // and 1 to keep output tiles whole.
+  // What the tuning flags ask for: a shape of the small-batch engine and slices, behind those one of the wgmma engine and the
+  // fewest units of a block, behind those one of the prefill engine and 1 to keep output tiles whole.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_W8_SHAPE_COUNT) return a.m <= SMALL_W8_SHAPES[shape].tokens && small(shape, cut > 0 ? cut : 1);
-    return shape < SMALL_W8_SHAPE_COUNT + GEMM_W8_SHAPE_COUNT && gemm(shape - SMALL_W8_SHAPE_COUNT, cut != 1);
+    shape -= SMALL_W8_SHAPE_COUNT;
+    if (shape < SMALL_WGMMA_W8_SHAPE_COUNT) return a.m <= SMALL_WGMMA_W8_SHAPES[shape].tokens && wgmma(shape, cut);
+    shape -= SMALL_WGMMA_W8_SHAPE_COUNT;
+    return shape < GEMM_W8_SHAPE_COUNT && gemm(shape, cut != 1);
   }
 
   bool cheapest_gemm() {
@@ -114,11 +124,11 @@ struct W8Picker {
     return shape >= 0 && gemm(shape, cut);
   }
 
-  bool from_gemm_table() {
-    if (a.m > GEMM_W8_MOST_TABLE_TOKENS) return cheapest_gemm();
-    for (const GemmW8Row& row : GEMM_W8_TABLE) {
-      if (a.m < row.m_first || a.m > row.m_last || w.n * w.k < row.weights_first) continue;
-      return gemm(row.shape, row.cut);
+  bool from_wgmma_table() {
+    const int64_t weights = w.n * w.k;
+    for (const SmallWgmmaW8Row& row : SMALL_WGMMA_W8_TABLE) {
+      if (a.m < row.m_first || a.m > row.m_last || weights < row.weights_first || weights > row.weights_last) continue;
+      return wgmma(row.shape, LEAST_W8_TILES / SMALL_WGMMA_W8_SHAPES[row.shape].burst);
     }
     return false;
   }
@@ -138,7 +148,9 @@ inline W8Launch pick_w8(const DeviceInfo& device, const nf4l_weight& w, const nf
   if (w.k % TILE_K4) return picker.launch;
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_gemm_table()) {
+  } else if (a.m > 64) {
+    picker.cheapest_gemm();
+  } else if (!picker.from_wgmma_table()) {
     picker.from_small_table();
   }
   return picker.launch;

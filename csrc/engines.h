@@ -33,6 +33,10 @@ template <class T>
 int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& weight, const nf4l_linear_args& args,
                  const LaunchTarget& target);
 
+template <class T>
+int run_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const nf4l_weight& weight, const nf4l_linear_args& args,
+                       const LaunchTarget& target);
+
 // Code (codebook.h) is the kind of codes.
 template <class Code, class T>
 int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& weight, const nf4l_linear_args& args,

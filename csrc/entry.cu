@@ -43,6 +43,7 @@ int run_linear(const nf4l_weight& weight, const nf4l_linear_args& args, const Li
     case Engine::small_batch: return run_small_batch<T>(call.launch.small_batch, weight, args, target);
     case Engine::small_w8: return run_small_w8<T>(call.launch.small_w8, weight, args, target);
     case Engine::small_wgmma: return run_small_wgmma<T>(call.launch.small_wgmma, weight, args, target);
+    case Engine::small_wgmma_w8: return run_small_wgmma_w8<T>(call.launch.small_wgmma_w8, weight, args, target);
     case Engine::gemm_w8:
       return weight.format == NF4L_W8_S8
                  ? run_gemm_w8<W8S8, T>(call.launch.gemm_w8, weight, args, target)
@@ -81,6 +82,7 @@ int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_a
     case nf4l::Engine::small_batch: return call.launch.small_batch.workspace_bytes;
     case nf4l::Engine::small_w8: return call.launch.small_w8.workspace_bytes;
     case nf4l::Engine::small_wgmma: return call.launch.small_wgmma.workspace_bytes;
+    case nf4l::Engine::small_wgmma_w8: return call.launch.small_wgmma_w8.workspace_bytes;
     case nf4l::Engine::gemm_w8: return call.launch.gemm_w8.workspace_bytes;
     case nf4l::Engine::gemm_wgmma: return call.launch.gemm_wgmma.workspace_bytes;
     default: return 0;

@@ -47,15 +47,15 @@ struct GemmW8Finish {
   // Asks for the row maxima that the end of a piece will need.
   __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
     const int row =
-        OutTile(args.cut, piece.tile).row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
+        OutTile(args.cut, piece.tile).row_block * S.block_rows() + consumer * WARPGROUP_ROWS;
     if (piece.begin == 0 && thread < WARPGROUP_ROWS && row + thread < args.n)
       prefetch_l1(args.row_maxima + row + thread);
   }
 
  private:
   __device__ __forceinline__ void store(Sums& sums, OutTile out) const {
-    const int first_row = out.row_block * args.block_row_tiles * TILE_ROWS + consumer * WARPGROUP_ROWS;
-    const int end_row = min(args.n, (out.row_block + 1) * args.block_row_tiles * TILE_ROWS);
+    const int first_row = out.row_block * S.block_rows() + consumer * WARPGROUP_ROWS;
+    const int end_row = min(args.n, (out.row_block + 1) * S.block_rows());
     scale(sums, first_row);
     if (args.transposed) store_by<true>(sums, out.token_tile * S.tokens, first_row, end_row);
     else store_by<false>(sums, out.token_tile * S.tokens, first_row, end_row);

@@ -39,7 +39,6 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
   a.y = l.y;
   a.m = int(l.m);
   a.n = int(w.n);
-  a.block_row_tiles = plan.block_row_tiles;
   a.cut = plan.cut;
   a.transposed = l.flags & NF4L_TRANSPOSED_OUTPUT;
   a.vectors = (a.transposed ? a.m : a.n) % 8 == 0 && aligned(l.y, 16);
@@ -53,7 +52,7 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
     return status;
   const int row_tiles = int(ceil_div(w.n, TILE_ROWS));
   const int status =
-      encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, plan.block_row_tiles);
+      encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, GEMM_W8_SHAPES[plan.shape].row_tiles());
   if (status) return status;
   const auto launch = gemm_w8_launcher<Code, T>(plan.shape, std::make_index_sequence<GEMM_W8_SHAPE_COUNT>());
   return launch(plan, a, l.flags & NF4L_DEPENDENT_LAUNCH, target);

@@ -21,7 +21,6 @@ struct GemmW8Args {
   float4* slots;            // [blocks][consumers][lane_results / 4][128]
   unsigned* raised;         // [blocks], zero before and after
   int m, n;
-  int block_row_tiles;
   GemmCut cut;
   bool transposed;
   bool vectors;  // y takes 16 bytes at once
@@ -103,9 +102,9 @@ struct GemmW8Feeder {
 
  private:
   __device__ __forceinline__ void copy_codes(int stage, int k, int row_block) const {
-    const int bytes = args.block_row_tiles * GemmW8Shape::TILE_CODES;
+    const int bytes = S.row_tiles() * GemmW8Shape::TILE_CODES;
     mbarrier_arrive_expect_tx(ring.full(stage), S.x_bytes() + bytes);
-    cp_async_bulk_tensor_3d(ring.codes(stage), &args.codes, 0, k, row_block * args.block_row_tiles, ring.full(stage));
+    cp_async_bulk_tensor_3d(ring.codes(stage), &args.codes, 0, k, row_block * S.row_tiles(), ring.full(stage));
   }
 };
 

@@ -11,7 +11,7 @@
 
 namespace nf4l {
 
-// A block multiplies up to 64 rows of the weight a consumer by `tokens` rows of x; one more warpgroup feeds them.
+// A block multiplies 64 rows of the weight a consumer by `tokens` rows of x; one more warpgroup feeds them.
 struct GemmW8Shape {
   int tokens;     // the n of wgmma
   int consumers;  // warpgroups
@@ -20,7 +20,8 @@ struct GemmW8Shape {
   static constexpr int STORE_TOKENS = 32;            // of y that a warpgroup stores at once
   static constexpr int TILE_CODES = 2 * TILE_BYTES;  // of a row tile's k tile
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
-  NF4L_HD constexpr int row_tiles() const { return consumers * WARPGROUP_ROWS / TILE_ROWS; }  // at most
+  NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
+  NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }                       // of a stage
   NF4L_HD constexpr int codes_bytes() const { return row_tiles() * TILE_CODES; }              // of a stage
   NF4L_HD constexpr int lane_results() const { return tokens / 2; }
@@ -30,7 +31,7 @@ struct GemmW8Shape {
 
 // Everything that is compiled, for each kind of codes and 16-bit type.
 constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
-    {32, 4, 9}, {64, 4, 8}, {64, 2, 11}, {128, 2, 8}, {192, 2, 6}, {216, 2, 5}, {256, 2, 5},
+    {128, 2, 8}, {192, 2, 6}, {216, 2, 5}, {256, 2, 5},
 };
 constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
 
@@ -62,35 +63,18 @@ struct GemmW8Shared {
 // One launch.
 struct GemmW8Plan {
   int shape;            // in GEMM_W8_SHAPES
-  int block_row_tiles;  // of each row block
   GemmCut cut;
   int shared_bytes;
   int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
 };
 
-// Row tiles of a row block, at most `most`: as many as let the last wave of blocks be as full as the others. For few tokens,
-// where reading is what takes time: rows of the tensor cores stay unused.
-constexpr int64_t fitting_row_tiles(int64_t row_tiles, int64_t token_tiles, int64_t most, int64_t sms) {
-  int64_t best = most, best_cost = INT64_MAX;
-  for (int64_t tiles = most; tiles > most / 2; --tiles) {
-    const int64_t cost = ceil_div(ceil_div(row_tiles, tiles) * token_tiles, sms) * tiles;
-    if (cost < best_cost) best = tiles, best_cost = cost;
-  }
-  return best;
-}
-
-// False when nothing fits, or when an index would leave 32 bits. `cut`: output tiles that do not fill a wave are cut along k;
-// otherwise row blocks are made to fit.
+// False when nothing fits, or when an index would leave 32 bits. `cut`: output tiles that do not fill a wave are cut along k.
 inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool cut, int sms, int shared_limit,
                          GemmW8Plan& plan) {
   const GemmW8Shape shape = GEMM_W8_SHAPES[shape_index];
-  const int64_t token_tiles = ceil_div(m, shape.tokens), row_tiles = ceil_div(n, TILE_ROWS), k_tiles = k / GEMM_K;
+  const int64_t token_tiles = ceil_div(m, shape.tokens), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
-  const bool fit = !cut && shape.tokens <= 64;
-  const int64_t block_tiles =
-      fit ? fitting_row_tiles(row_tiles, token_tiles, shape.row_tiles(), most) : shape.row_tiles();
-  const int64_t row_blocks = ceil_div(row_tiles, block_tiles);
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
   const int64_t tiles = token_tiles * row_blocks;
   const int shared = GemmW8Shared(shape).total;
@@ -110,7 +94,6 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   if (units > INT32_MAX) return false;
   const Deal deal = {int(units / blocks), int(units % blocks)};
   plan = {shape_index,
-          int(block_tiles),
           {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal},
           shared,
           units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};

@@ -174,6 +174,15 @@ struct Consumer {
   }
 };
 
+// What the way out needs to know.
+template <class T, int SHAPE>
+struct SmallWgmma {
+  using Type = T;
+  using Args = SmallWgmmaArgs;
+  static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
+  static constexpr bool ROW_SCALES = false, TRANSPOSES = false;
+};
+
 // Feeds the rings, and fills what the whole block reads and nobody before it wrote.
 template <int SHAPE>
 __device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps, const Stretch& stretch,
@@ -228,7 +237,7 @@ __device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretc
   Consumer<T, SHAPE> consumer = {args, ring, scales, warp, lane, smem_address(smem), PairTable::lane_address(lane),
                                 Unit(args, stretch.begin)};
   const Mailbox mailbox = {smem_address(smem + map.barriers) + S.stages * 16};
-  const Finish<T, SHAPE> finish(args, mailbox);
+  const Finish<SmallWgmma<T, SHAPE>> finish(args, mailbox);
 
   consumer.start();
   consumer.clear();

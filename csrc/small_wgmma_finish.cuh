@@ -41,7 +41,8 @@ struct Mailbox {
   }
 
   // The courier.
-  __device__ __forceinline__ void serve(const SmallWgmmaArgs& args, const Stretch& stretch) const {
+  template <class Args>
+  __device__ __forceinline__ void serve(const Args& args, const Stretch& stretch) const {
     const int first = stretch.begin / args.bursts, last = (stretch.end - 1) / args.bursts;
     const bool head = first * args.bursts < stretch.begin;
     const bool tail = last * args.bursts >= stretch.begin && stretch.end < (last + 1) * args.bursts;
@@ -59,12 +60,14 @@ struct Mailbox {
     }
   }
 
-  __device__ __forceinline__ void report(const SmallWgmmaArgs& args, const Sharers& sharers, Which which) const {
+  template <class Args>
+  __device__ __forceinline__ void report(const Args& args, const Sharers& sharers, Which which) const {
     mbarrier_wait(left(which), 0);
     red_add_release_gpu(args.arrived + sharers.owner, 1);
   }
 
-  __device__ __forceinline__ void await_all(const SmallWgmmaArgs& args, const Sharers& sharers, Which which) const {
+  template <class Args>
+  __device__ __forceinline__ void await_all(const Args& args, const Sharers& sharers, Which which) const {
     unsigned* const arrived = args.arrived + sharers.owner;
     while (ld_acquire_gpu(arrived) < sharers.count()) {
     }
@@ -73,18 +76,26 @@ struct Mailbox {
   }
 };
 
-// A thread's sums of one row block, and who adds what to them.
-template <class T, int SHAPE>
+// A thread's sums of one row block, and who adds what to them. Engine: the type of y, the shape, and what a call consists of.
+template <class Engine>
 struct Finish {
-  static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
+  using T = typename Engine::Type;
+  using Args = typename Engine::Args;
+  static constexpr auto S = Engine::S;
   static constexpr int RESULTS = S.lane_results(), COLUMN = S.row_groups * WARPGROUP, EIGHTS = RESULTS / 4;
   using Sum = float[RESULTS];
-  const SmallWgmmaArgs& args;
+  const Args& args;
   const Mailbox mailbox;
-  const bool pairs;  // y takes two rows at a time
+  const bool pairs;  // y takes two neighbours at a time
 
-  __device__ __forceinline__ Finish(const SmallWgmmaArgs& a, Mailbox box)
-      : args(a), mailbox(box), pairs(a.n % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0) {}
+  __device__ __forceinline__ Finish(const Args& a, Mailbox box)
+      : args(a), mailbox(box), pairs(row_length(a) % 2 == 0 && reinterpret_cast<uintptr_t>(a.y) % 4 == 0) {}
+
+  // Of y.
+  __device__ __forceinline__ static int row_length(const Args& a) {
+    if constexpr (Engine::TRANSPOSES) return a.transposed ? a.m : a.n;
+    else return a.n;
+  }
 
   // The sums of row block `row_block`, whose units in the stretch begin with `first` and end before `last`.
   __device__ __forceinline__ void operator()(Sum& sum, int row_block, int first, int last) const {
@@ -100,10 +111,10 @@ struct Finish {
       }
       collect(sum, sharers);
     }
-    const float2 bias = load_bias(row_block);
+    const Rows rows(args, first_row(row_block));
 #pragma unroll
     for (int i = 0; i < EIGHTS; ++i) {
-      store(make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]), i, row_block, bias);
+      store(make_float4(sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]), i, row_block, rows);
     }
   }
 
@@ -150,7 +161,7 @@ struct Finish {
     const int count = sharers.count();
     int eight = blockIdx.x - sharers.owner;
     if (!sharers.spread() || eight >= EIGHTS) return;
-    const float2 bias = load_bias(row_block);
+    const Rows rows(args, first_row(row_block));
     mbarrier_wait(mailbox.complete(which), 0);
     for (; eight < EIGHTS; eight += 2 * count) {
       float4 v[2][Sharers::MOST_SPREAD];
@@ -169,7 +180,7 @@ struct Finish {
         for (int s = 1; s < Sharers::MOST_SPREAD; ++s) {
           sum.x += v[j][s].x, sum.y += v[j][s].y, sum.z += v[j][s].z, sum.w += v[j][s].w;
         }
-        if (eight + j * count < EIGHTS) store(sum, eight + j * count, row_block, bias);
+        if (eight + j * count < EIGHTS) store(sum, eight + j * count, row_block, rows);
       }
     }
   }
@@ -179,32 +190,61 @@ struct Finish {
     return row_block * S.block_rows() + threadIdx.x / WARP * TILE_ROWS;
   }
 
-  __device__ __forceinline__ float2 load_bias(int row_block) const {
-    const int row = first_row(row_block) + threadIdx.x % WARP / 4;
-    const T* const bias = static_cast<const T*>(args.bias);
-    return {bias && row < args.n ? to_float(bias[row]) : 0.0f, bias && row + 8 < args.n ? to_float(bias[row + 8]) : 0.0f};
-  }
+  // What makes results of the sums of a lane's two rows.
+  struct Rows {
+    float2 bias, scale = {1.0f, 1.0f};
 
-  // Bias, rounding and output of the results for eight tokens. y wants neighbouring rows together, so 8x8 matrices are
-  // transposed on the way.
-  __device__ __forceinline__ void store(const float4& v, int eight, int row_block, float2 bias) const {
-    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4;
-    const int row = first_row(row_block) + 2 * t, token = 8 * eight + g;
-    const uint32_t low = movmatrix_trans(round_pair<T>(v.x + bias.x, v.y + bias.x));
-    const uint32_t high = movmatrix_trans(round_pair<T>(v.z + bias.y, v.w + bias.y));
+    __device__ __forceinline__ Rows(const Args& args, int first_row) {
+      const int row = first_row + threadIdx.x % WARP / 4;
+      const bool low = row < args.n, high = row + 8 < args.n;
+      const T* const b = static_cast<const T*>(args.bias);
+      bias = {b && low ? to_float(b[row]) : 0.0f, b && high ? to_float(b[row + 8]) : 0.0f};
+      if constexpr (Engine::ROW_SCALES) scale = {low ? args.row_scale(row) : 0.0f, high ? args.row_scale(row + 8) : 0.0f};
+    }
+
+    __device__ __forceinline__ float4 result(const float4& v) const {
+      if constexpr (Engine::ROW_SCALES) {
+        return {fmaf(v.x, scale.x, bias.x), fmaf(v.y, scale.x, bias.x), fmaf(v.z, scale.y, bias.y),
+                fmaf(v.w, scale.y, bias.y)};
+      } else {
+        return {v.x + bias.x, v.y + bias.x, v.z + bias.y, v.w + bias.y};
+      }
+    }
+  };
+
+  // Rounding and output of the results for eight tokens. y wants neighbouring rows together, so 8x8 matrices are transposed
+  // on the way; not so y transposed.
+  __device__ __forceinline__ void store(const float4& sums, int eight, int row_block, const Rows& rows) const {
+    const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, row = first_row(row_block);
+    const float4 v = rows.result(sums);
+    if constexpr (Engine::TRANSPOSES) {
+      if (args.transposed) {
+        store_transposed(round_pair<T>(v.x, v.y), round_pair<T>(v.z, v.w), row + g, 8 * eight + 2 * t);
+        return;
+      }
+    }
+    const uint32_t low = movmatrix_trans(round_pair<T>(v.x, v.y)), high = movmatrix_trans(round_pair<T>(v.z, v.w));
+    const int token = 8 * eight + g;
     if (token >= args.m) return;
-    uint16_t* const to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + row;
-    put(to, low, args.n - row);
-    put(to + 8, high, args.n - row - 8);
+    uint16_t* const to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + row + 2 * t;
+    put(to, low, args.n - row - 2 * t);
+    put(to + 8, high, args.n - row - 2 * t - 8);
   }
 
-  // As many of the pair as there are rows.
-  __device__ __forceinline__ void put(uint16_t* to, uint32_t pair, int rows) const {
-    if (pairs && rows > 0) {
+  // Of tokens `token` and the next, for rows `row` and eight further.
+  __device__ __forceinline__ void store_transposed(uint32_t low, uint32_t high, int row, int token) const {
+    uint16_t* const to = static_cast<uint16_t*>(args.y) + int64_t(row) * args.m + token;
+    if (row < args.n) put(to, low, args.m - token);
+    if (row + 8 < args.n) put(to + int64_t(8) * args.m, high, args.m - token);
+  }
+
+  // As many of the pair as are `left`.
+  __device__ __forceinline__ void put(uint16_t* to, uint32_t pair, int left) const {
+    if (pairs && left > 0) {
       *reinterpret_cast<uint32_t*>(to) = pair;
     } else {
-      if (rows > 0) to[0] = uint16_t(pair);
-      if (rows > 1) to[1] = uint16_t(pair >> 16);
+      if (left > 0) to[0] = uint16_t(pair);
+      if (left > 1) to[1] = uint16_t(pair >> 16);
     }
   }
 };

@@ -28,7 +28,8 @@ struct SmallWgmmaArgs : FourBitWeight {
 struct Stretch {
   int begin, end;
 
-  __device__ __forceinline__ explicit Stretch(const SmallWgmmaArgs& a)
+  template <class Args>
+  __device__ __forceinline__ explicit Stretch(const Args& a)
       : begin(a.deal.first_unit(blockIdx.x)), end(a.deal.first_unit(blockIdx.x + 1)) {}
 
   // Second-level scales of the row blocks that it meets.
@@ -44,10 +45,12 @@ struct Stretch {
 struct Unit {
   int row_block, burst;
 
-  __device__ __forceinline__ Unit(const SmallWgmmaArgs& a, int unit) : row_block(unit / a.bursts) {
+  template <class Args>
+  __device__ __forceinline__ Unit(const Args& a, int unit) : row_block(unit / a.bursts) {
     burst = unit - row_block * a.bursts;
   }
-  __device__ __forceinline__ void step(const SmallWgmmaArgs& a) {
+  template <class Args>
+  __device__ __forceinline__ void step(const Args& a) {
     if (++burst == a.bursts) {
       burst = 0;
       ++row_block;

@@ -104,27 +104,38 @@ inline int64_t stretch_units(int64_t units, int64_t bursts, int64_t sms, int64_t
   return shortest;
 }
 
+// How units are dealt to blocks.
+struct WgmmaCut {
+  int blocks;
+  Deal deal;
+  bool shares;  // some row block has units in several blocks
+};
+
+// At least `least_units` units a block.
+inline WgmmaCut cut_units(int64_t units, int64_t bursts, int64_t sms, int64_t least_units) {
+  const int64_t least = least_units > 1 ? least_units : 1, most_blocks = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
+  const int64_t stretch = stretch_units(units, bursts, most_blocks, least);
+  int64_t blocks = bursts % stretch == 0 ? units / stretch : units / least;
+  blocks = blocks < 1 ? 1 : blocks < most_blocks ? blocks : most_blocks;
+  const int64_t base = units / blocks, extra = units % blocks;
+  return {int(blocks), {int(base), int(extra)}, bursts > 1 && (extra > 0 || base % bursts > 0)};
+}
+
 // Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32 bits.
 inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least_units, int sms, int shared_limit,
                              SmallWgmmaPlan& plan) {
   const SmallWgmmaShape shape = SMALL_WGMMA_SHAPES[shape_index];
   const int64_t row_blocks = ceil_div(p.n, shape.block_rows()), bursts = ceil_div(p.k / TILE_K4, shape.burst);
   if (row_blocks * shape.block_rows() * p.blocks_per_row > INT32_MAX || p.k > INT32_MAX / 2) return false;
-  const int64_t units = row_blocks * bursts;
-  const int64_t least = least_units > 1 ? least_units : 1, most_blocks = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
-  const int64_t stretch = stretch_units(units, bursts, most_blocks, least);
-  int64_t blocks = bursts % stretch == 0 ? units / stretch : units / least;
-  blocks = blocks < 1 ? 1 : blocks < most_blocks ? blocks : most_blocks;
-  const int64_t base = units / blocks, extra = units % blocks;
+  const WgmmaCut cut = cut_units(row_blocks * bursts, bursts, sms, least_units);
   // A stretch that starts with the last burst of a row block meets the most of them.
-  const int64_t met = ceil_div(base + (extra > 0) - 1, bursts) + 1;
+  const int64_t met = ceil_div(cut.deal.base + (cut.deal.extra > 0) - 1, bursts) + 1;
   const int64_t nested_groups = nested_span(p, (met < row_blocks ? met : row_blocks) * shape.block_rows());
   if (nested_groups * 4 > shared_limit) return false;
   const int64_t shared = SmallWgmmaShared(shape, p.nested, int(nested_groups)).total;
   if (shared > shared_limit) return false;
-  const bool cut = bursts > 1 && (extra > 0 || base % bursts > 0);
-  plan = {shape_index, int(bursts), int(blocks), {int(base), int(extra)}, int(shared),
-          cut ? blocks * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
+  plan = {shape_index, int(bursts), cut.blocks, cut.deal, int(shared),
+          cut.shares ? int64_t(cut.blocks) * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
 }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nf4linear.bench import generate, gpu, linear, linear_report
+from nf4linear.bench import generate, gpu, linear, linear_report, linear_w8
 from nf4linear.bench.record import write_record
 from nf4linear.cli.bench import bench
 
@@ -113,11 +113,18 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
     assert done.exit_code == 1 and "NVIDIA GPU" in done.output
 
 
-def test_tuning_tries_the_shapes_that_are_compiled():
-    csrc = Path(__file__).parents[1] / "csrc"
-    small = re.findall(r"\{(\d+), (\d+), 8\}", (csrc / "small_batch_plan.h").read_text())
-    assert tuple(tuple(map(int, shape)) for shape in small) == linear.TUNE_SHAPES
-    wgmma = re.findall(r"\{(\d+), (\d+), \d, \d, \d\}", (csrc / "small_wgmma_plan.h").read_text())
-    assert tuple(tuple(map(int, shape)) for shape in wgmma) == linear.TUNE_WGMMA_SHAPES
-    gemm = re.findall(r"\{(\d+), (\d), \d, \d+\}", (csrc / "gemm_wgmma_plan.h").read_text())
-    assert tuple(tuple(map(int, shape)) for shape in gemm) == linear.TUNE_GEMM_SHAPES
+@pytest.mark.parametrize(
+    ("file", "pattern", "tried"),
+    [
+        ("small_batch_plan.h", r"\{(\d+), (\d+), 8\}", linear.TUNE_SHAPES),
+        ("small_wgmma_plan.h", r"\{(\d+), (\d+), \d, \d, \d\}", linear.TUNE_WGMMA_SHAPES),
+        ("gemm_wgmma_plan.h", r"\{(\d+), (\d), \d, \d+\}", linear.TUNE_GEMM_SHAPES),
+        ("small_w8_plan.h", r"\{(\d+), (\d+), 8\}", linear_w8.TUNE_SHAPES),
+        ("small_wgmma_w8_plan.h", r"\{(\d+), (\d), (\d), \d+\}", linear_w8.TUNE_WGMMA_SHAPES),
+        ("gemm_w8_plan.h", r"\{(\d+), (\d), \d+\}", linear_w8.TUNE_GEMM_SHAPES),
+    ],
+    ids=lambda value: value if str(value).endswith(".h") else "",
+)
+def test_tuning_tries_the_shapes_that_are_compiled(file, pattern, tried):
+    text = (Path(__file__).parents[1] / "csrc" / file).read_text()
+    assert tuple(tuple(map(int, shape)) for shape in re.findall(pattern, text)) == tried

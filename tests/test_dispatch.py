@@ -86,8 +86,9 @@ def test_the_table(program):
         (AS_W8, "small_w8"),
         (AS_W8 | {"k": 4128}, "gemm"),  # half a tile of 64 inputs
         (AS_W8 | {"blocksize": 64}, "small_w8"),
-        (AS_W8 | {"blocksize": 64, "m": 64}, "gemm"),  # scales inside the Hopper engine's loop
-        (AS_W8 | {"m": 64}, "gemm_w8"),
+        (AS_W8 | {"blocksize": 64, "m": 64}, "gemm"),  # scales inside the wgmma engines' loops
+        (AS_W8 | {"m": 64}, "small_wgmma_w8"),
+        (AS_W8 | {"m": 65}, "gemm_w8"),
         (AS_W8 | {"dtype": F32}, "gemm"),
         ({"flags": 4}, "gemm"),  # 4-bit engines do not transpose
         (AS_W8 | {"flags": 4}, "small_w8"),
@@ -159,14 +160,24 @@ def check_small_w8(answer: str, device: tuple[int, int, int], n: int, k: int, m:
 def check_gemm_w8(answer: str, device: tuple[int, int, int], n: int, k: int, m: int) -> None:
     """Output tiles cover the result; whole ones and those in the line are all dealt."""
     numbers = map(int, answer.split()[1:])
-    tokens, consumers, block_tiles, token_tiles, row_blocks, blocks, whole, base, extra, shared, workspace = numbers
+    tokens, consumers, token_tiles, row_blocks, blocks, whole, base, extra, shared, workspace = numbers
     _, sms, limit = device
     assert (token_tiles - 1) * tokens < m <= token_tiles * tokens
-    assert block_tiles <= 4 * consumers and (row_blocks - 1) * block_tiles < -(-n // 16) <= row_blocks * block_tiles
+    assert row_blocks == -(-n // (64 * consumers))
     left = (token_tiles * row_blocks - whole) * (k // 64)
     assert blocks <= sms and blocks * base + extra == left and 0 <= extra < blocks
     assert shared <= limit and (workspace == 0) == (left == 0)
     assert left == 0 or workspace >= blocks * tokens * consumers * 64 * 4 + 1024
+
+
+def check_small_wgmma_w8(answer: str, device: tuple[int, int, int], n: int, k: int, m: int) -> None:
+    tokens, row_groups, burst, bursts, blocks, base, extra, shared, workspace = map(int, answer.split()[1:])
+    _, sms, limit = device
+    row_blocks = -(-n // (64 * row_groups))
+    assert m <= tokens and bursts == -(-k // (64 * burst)) and blocks <= sms and shared <= limit
+    assert blocks * base + extra == row_blocks * bursts and 0 <= extra < blocks
+    shares = bursts > 1 and (extra > 0 or base % bursts > 0)
+    assert workspace == (blocks * 2 * tokens * 64 * row_groups * 4 + 1024 if shares else 0)
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -176,16 +187,17 @@ def check_gemm_w8(answer: str, device: tuple[int, int, int], n: int, k: int, m: 
     tiles=st.integers(1, 600),
     m=st.integers(1, 5000),
     group=st.sampled_from([0, 0, 64]),
-    tuned=st.tuples(st.integers(0, 11), st.integers(0, 20)),
+    tuned=st.tuples(st.integers(0, 13), st.integers(0, 20)),
 )
 def test_8_bit_plans_hold(program, device, n, tiles, m, group, tuned):
     flags, case = tuned[0] << 8 | tuned[1] << 16, AS_W8 | {"blocksize": group}
     (answer,) = answers(program, [question(device, n, tiles * 64, m, flags=flags, **case)])
     engine = answer.split()[0]
-    check = {"small_w8": check_small_w8, "gemm_w8": check_gemm_w8}.get(engine)
+    checks = {"small_w8": check_small_w8, "small_wgmma_w8": check_small_wgmma_w8, "gemm_w8": check_gemm_w8}
+    check = checks.get(engine)
     if check:
         check(answer, device, n, tiles * 64, m)
-    assert engine != "gemm_w8" or (device[0] == 90 and group == 0)
+    assert engine not in ("small_wgmma_w8", "gemm_w8") or (device[0] == 90 and group == 0)
     assert check or tuned[0] or m > 32 or device[2] < 200_000
 
 

@@ -48,6 +48,11 @@ Operands = tuple[Tensor | None, ...]
 Peer = Callable[["BenchWeight", torch.dtype], Iterator["Contender"]]
 
 
+def tuning_flags(shape: int, cut: int) -> int:
+    """Of a call that takes a compiled shape, counted over all engines, and its cut in place of the table's choice."""
+    return (1 + shape) << 8 | cut << 16
+
+
 class BenchWeight:
     """A random NF4 weight [n, k] with double quantization, in kernel order on the GPU."""
 
@@ -85,6 +90,24 @@ class BenchWeight:
 
     def canonical(self) -> dict[str, Tensor]:
         return reorder.unpack(self.spec, ops.packed_dict(self.spec, *self.operands))
+
+    @staticmethod
+    def variants(m: int) -> Iterator[tuple[str, int]]:
+        """Names and flags of the table's choice and of every shape that suits `m` tokens."""
+        yield "table", 0
+        for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
+            if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
+                for slices in TUNE_SLICES:
+                    yield f"{row_tiles}x{tokens}/{slices}", tuning_flags(index, slices)
+        for index, (tokens, row_groups) in enumerate(TUNE_WGMMA_SHAPES, len(TUNE_SHAPES)):
+            if m <= tokens < 2 * m:
+                for units in TUNE_LEAST_UNITS:
+                    yield f"wgmma{tokens}x{row_groups}/{units}", tuning_flags(index, units)
+        if m > 64:
+            first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
+            for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
+                for cut, value in TUNE_CUTS.items():
+                    yield f"gemm{tokens}x{warpgroups}/{cut}", tuning_flags(index, value)
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------
@@ -163,18 +186,24 @@ def sweep(
 
 @torch.inference_mode()
 def tune(
-    shapes: Sequence[tuple[int, int]], tokens: Sequence[int], dtype: str, ceilings: dict[str, float]
+    shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int],
+    dtype: str,
+    ceilings: dict[str, float],
+    make_weight: Callable[[int, int], BenchWeight] = BenchWeight,
 ) -> Iterator[list[Row]]:
-    """Every small-batch shape and cut of K that fits, beside the launch table's own choice (variant "table")."""
+    """Every shape and cut of every engine that fits, beside the launch table's own choice (variant "table")."""
     library = native.library("cuda")
     for n, k in shapes:
-        weight = BenchWeight(n, k)
+        weight = make_weight(n, k)
         keep = weight.copies()
         structs = [native.describe_weight(weight.spec, *operands) for operands in keep]
         for m in tokens:
             x = torch.randn(m, k, device="cuda", dtype=DTYPES[dtype])
             y = torch.empty(m, n, device="cuda", dtype=DTYPES[dtype])
-            variants = {name: flags for name, flags in _variants(m) if library.linear(structs[0], x, None, y, flags)}
+            variants = {
+                name: flags for name, flags in weight.variants(m) if library.linear(structs[0], x, None, y, flags)
+            }
             calls: dict[str, list[Callable[[], Any]]] = {}
             for name, flags in variants.items():
                 for launch, extra in (("plain", 0), ("pdl", native.DEPENDENT_LAUNCH)):
@@ -189,28 +218,6 @@ def tune(
                 contender = Contender("nf4linear", (), weight.nbytes, launch)
                 rows.append(_row(weight, contender, m, dtype, time, ceilings) | {"variant": name})
             yield rows
-
-
-def _variants(m: int) -> Iterator[tuple[str, int]]:
-    """Names and flags of the table's choice and of every shape that suits `m` tokens."""
-    yield "table", 0
-    for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
-        if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
-            for slices in TUNE_SLICES:
-                yield f"{row_tiles}x{tokens}/{slices}", _flags(index, slices)
-    for index, (tokens, row_groups) in enumerate(TUNE_WGMMA_SHAPES, len(TUNE_SHAPES)):
-        if m <= tokens < 2 * m:
-            for units in TUNE_LEAST_UNITS:
-                yield f"wgmma{tokens}x{row_groups}/{units}", _flags(index, units)
-    if m > 64:
-        first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
-        for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
-            for cut, value in TUNE_CUTS.items():
-                yield f"gemm{tokens}x{warpgroups}/{cut}", _flags(index, value)
-
-
-def _flags(shape: int, cut: int) -> int:
-    return (1 + shape) << 8 | cut << 16
 
 
 def _row(weight: BenchWeight, c: Contender, m: int, dtype: str, us: float, ceilings: dict[str, float]) -> Row:

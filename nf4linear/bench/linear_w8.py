@@ -18,7 +18,23 @@ import torch
 from ..formats import EightBitSpec
 from . import humming
 from .gpu import Contender, copies_of
-from .linear import BenchWeight, Operands, Peer, torch_peer
+from .linear import (
+    TUNE_CUTS,
+    TUNE_LEAST_UNITS,
+    TUNE_SLICES,
+    BenchWeight,
+    Operands,
+    Peer,
+    torch_peer,
+    tuning_flags,
+)
+
+# What --tune tries. Shapes of csrc/small_w8_plan.h (row tiles, tokens) with slices of K, then those of
+# csrc/small_wgmma_w8_plan.h (tokens, row groups, burst) with the fewest units of a block, then those of
+# csrc/gemm_w8_plan.h (tokens, warpgroups) with all output tiles whole, or the last ones cut.
+TUNE_SHAPES = ((1, 1), (1, 8), (1, 16), (2, 32))
+TUNE_WGMMA_SHAPES = ((32, 4, 2), (32, 2, 4), (64, 4, 2), (64, 2, 4), (64, 2, 2))
+TUNE_GEMM_SHAPES = ((128, 2), (192, 2), (216, 2), (256, 2))
 
 
 class BenchWeight8(BenchWeight):
@@ -41,6 +57,22 @@ class BenchWeight8(BenchWeight):
         self.operands: Operands = (codes, maxima, *self.tables)
         self.geometry = ("w8_s8", n, k, 0)
         self.nbytes = codes.nbytes + maxima.nbytes
+
+    @staticmethod
+    def variants(m: int) -> Iterator[tuple[str, int]]:
+        yield "table", 0
+        for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
+            if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
+                for slices in TUNE_SLICES:
+                    yield f"{row_tiles}x{tokens}/{slices}", tuning_flags(index, slices)
+        for index, (tokens, row_groups, burst) in enumerate(TUNE_WGMMA_SHAPES, len(TUNE_SHAPES)):
+            if m <= tokens <= 2 * m:
+                for units in TUNE_LEAST_UNITS:
+                    yield f"wgmma{tokens}x{row_groups}x{burst}/{units}", tuning_flags(index, units)
+        if m > 32:
+            for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)):
+                for cut, value in TUNE_CUTS.items():
+                    yield f"gemm{tokens}x{warpgroups}/{cut}", tuning_flags(index, value)
 
 
 def _bitsandbytes(weight: BenchWeight8, dtype: torch.dtype) -> Iterator[Contender]:

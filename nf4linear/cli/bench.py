@@ -54,8 +54,8 @@ def linear(
         numbers = tokens or ([1, 8, 16, 64] if quick else list(linear_bench.TOKENS))
         if dtype not in linear_bench.DTYPES:
             raise ValueError(f"--dtype takes {', '.join(linear_bench.DTYPES)}; got {dtype}")
-        if format not in FORMATS or (tune and format != "nf4"):
-            raise ValueError(f"--format takes {' or '.join(FORMATS)}, --tune nf4 only; got {format}")
+        if format not in FORMATS:
+            raise ValueError(f"--format takes {' or '.join(FORMATS)}; got {format}")
         weights, known = FORMATS[format]
         if unknown := sorted(set(peer or ()) - set(known)):
             raise ValueError(f"--peer takes {', '.join(known)}; got {', '.join(unknown)}")
@@ -64,7 +64,7 @@ def linear(
         ceilings = gpu.measure_ceilings()
         if tune:
             numbers = [m for m in numbers if m <= linear_bench.TUNE_MOST_TOKENS]
-            cells = linear_bench.tune(shapes, numbers, dtype, ceilings)
+            cells = linear_bench.tune(shapes, numbers, dtype, ceilings, weights)
         else:
             peers = [known[name] for name in peer or known]
             if humming.peer in peers and humming.installed():

@@ -1,5 +1,5 @@
 """The fused kernels for 8-bit weights: every code exact, as accurate as dequantize + GEMM, and safe inside streams and
-graphs; for few tokens (csrc/small_w8.cuh) and on Hopper for any number (csrc/gemm_w8.cuh).
+graphs; for few tokens (csrc/small_w8.cuh) and on Hopper for any number (csrc/small_wgmma_w8.cuh, csrc/gemm_w8.cuh).
 
 What they compute, with T the 16-bit type of x and all sums in float32; codes are exact in T:
 
@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from nf4linear import mixed, native, ops, reference, reorder
+from nf4linear.bench.linear import tuning_flags
+from nf4linear.bench.linear_w8 import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import EightBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
 
@@ -25,21 +27,9 @@ SPECS = (
     EightBitSpec("w8_s8", 300, 1024, group_size=64),
     EightBitSpec("w8_s8", 130, 640, group_size=128),
 )
-# (row tiles, tokens) of SMALL_W8_SHAPES, (tokens, consumers) of GEMM_W8_SHAPES (csrc/*_w8_plan.h).
-SMALL = ((1, 1), (1, 8), (1, 16), (2, 32))
-GEMM = ((32, 4), (64, 4), (64, 2), (128, 2), (192, 2), (216, 2), (256, 2))
 WHOLE, CUT = 1, 2
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 DEPENDENT, TRANSPOSED = native.DEPENDENT_LAUNCH, native.TRANSPOSED_OUTPUT
-
-
-def tuned(shape: int, cut: int) -> int:
-    """Flags that take a compiled shape and a cut in place of the launch table's choice."""
-    return (1 + shape) << 8 | cut << 16
-
-
-def gemm_flags(shape: int, cut: int) -> int:
-    return tuned(len(SMALL) + shape, cut)
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +39,13 @@ def library():
     return found
 
 
+def on_hopper(library) -> bool:
+    return torch.cuda.get_device_capability() == (9, 0) and "90a" in library.architectures
+
+
 @pytest.fixture(scope="module")
 def hopper(library):
-    if torch.cuda.get_device_capability() != (9, 0) or "90a" not in library.architectures:
+    if not on_hopper(library):
         pytest.skip("no Hopper GPU")
 
 
@@ -70,6 +64,13 @@ def launch(library, spec, packed, x, flags=0, bias=None):
     )
     done = library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags)
     return (y.T if transposed else y) if done else None
+
+
+def launch_by_table(library, spec, packed, x, flags=0):
+    """The same by the launch table's choice, which leaves no call to a GEMM that some kernel takes."""
+    got = launch(library, spec, packed, x, flags)
+    assert (got is not None) == (x.shape[0] <= 32 or (on_hopper(library) and not spec.group_size))
+    return got
 
 
 def relative_error(got, exact):
@@ -91,8 +92,8 @@ def test_every_code_is_exact(library, dtype, name, tokens):
     for first in range(0, spec.k - tokens + 1, tokens if tokens > 1 else 9):
         x = torch.zeros(tokens, spec.k, device="cuda", dtype=dtype)
         x[torch.arange(tokens), first + torch.arange(tokens)] = 1
-        got = launch(library, spec, packed, x)
-        if got is None:  # this many tokens are left to a GEMM
+        got = launch_by_table(library, spec, packed, x)
+        if got is None:
             return
         assert torch.equal(got.T, canonical["codes"][:, first : first + tokens].to(dtype)), first
 
@@ -112,40 +113,51 @@ def test_error_is_that_of_dequantize_and_gemm(weight, dtype, tokens):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("slices", [1, 2, 3, 7])
-@pytest.mark.parametrize("shape", range(len(SMALL)))
+@pytest.mark.parametrize("shape", range(len(TUNE_SHAPES)), ids=lambda i: "x".join(map(str, TUNE_SHAPES[i])))
 def test_every_small_shape_and_cut(weight, library, dtype, shape, slices):
     spec, canonical, packed = weight
     exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
-    most = SMALL[shape][1]
+    most = TUNE_SHAPES[shape][1]
     for tokens in {1, most // 2 + 1, most}:
         x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
-        got = launch(library, spec, packed, x, tuned(shape, slices))
+        got = launch(library, spec, packed, x, tuning_flags(shape, slices))
         assert got is not None
         assert relative_error(got, x.double() @ exact_weight.T) < ROUNDING[dtype]
         for flags in (0, DEPENDENT, TRANSPOSED):
-            assert torch.equal(got, launch(library, spec, packed, x, tuned(shape, slices) | flags))
+            assert torch.equal(got, launch(library, spec, packed, x, tuning_flags(shape, slices) | flags))
     x = torch.randn(most + 1, spec.k, device="cuda").to(dtype)
-    assert launch(library, spec, packed, x, tuned(shape, slices)) is None
+    assert launch(library, spec, packed, x, tuning_flags(shape, slices)) is None
+
+
+# (shape, cut, most tokens) of the two engines that are Hopper's alone, counted behind the first one's shapes.
+HOPPER = [
+    *((len(TUNE_SHAPES) + i, units, s[0]) for i, s in enumerate(TUNE_WGMMA_SHAPES) for units in (1, 3)),
+    *(
+        (len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES) + i, cut, None)
+        for i in range(len(TUNE_GEMM_SHAPES))
+        for cut in (WHOLE, CUT)
+    ),
+]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("cut", [WHOLE, CUT])
-@pytest.mark.parametrize("shape", range(len(GEMM)), ids=lambda i: "x".join(map(str, GEMM[i])))
-def test_every_hopper_shape_and_cut(hopper, weight, library, dtype, shape, cut):
+@pytest.mark.parametrize(("shape", "cut", "most"), HOPPER)
+def test_every_hopper_shape_and_cut(hopper, weight, library, dtype, shape, cut, most):
     spec, canonical, packed = weight
-    flags = gemm_flags(shape, cut)
+    flags = tuning_flags(shape, cut)
     exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
     bias = torch.randn(spec.n, device="cuda").to(dtype)
-    most = GEMM[shape][0]
-    for tokens in (1, most - 1, most, 2 * most + 8):
+    for tokens in (1, most // 2 + 1, most - 1, most) if most else (1, 127, 256, 440):
         x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
         got = launch(library, spec, packed, x, flags, bias)
-        if spec.group_size:
-            assert got is None
+        assert (got is None) == (spec.group_size > 0)
+        if got is None:
             continue
         assert relative_error(got, x.double() @ exact_weight.T + bias.double()) < ROUNDING[dtype]
         for extra in (0, DEPENDENT, TRANSPOSED):
             assert torch.equal(got, launch(library, spec, packed, x, flags | extra, bias))
+    if most:
+        assert launch(library, spec, packed, torch.zeros(most + 1, spec.k, device="cuda", dtype=dtype), flags) is None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -158,7 +170,7 @@ def test_large_shapes(library, dtype):
     x = torch.randn(1200, spec.k, device="cuda").to(dtype)
     exact = x.double() @ exact_weight.T
     for tokens in (1, 2, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200, 256, 700, 1200):
-        got = launch(library, spec, packed, x[:tokens])
+        got = launch_by_table(library, spec, packed, x[:tokens])
         if got is not None:
             assert relative_error(got, exact[:tokens]) < ROUNDING[dtype], tokens
 
@@ -192,7 +204,7 @@ def test_mixed_products(library, variant):
 def test_only_the_output_is_written(weight, library, tokens, transposed):
     spec, _, packed = weight
     x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    want = launch(library, spec, packed, x, transposed)
+    want = launch_by_table(library, spec, packed, x, transposed)
     if want is None:
         return
     for shift in (0, 1, 7):
@@ -223,8 +235,8 @@ def test_activations_anywhere(weight, library, tokens):
 # (spec, tokens, flags): with and without sums between blocks.
 ORDERED = (
     (EightBitSpec("w8_s8", 4096, 1024), 1, 0),
-    (EightBitSpec("w8_s8", 512, 1024), 4, tuned(1, 4)),
-    (EightBitSpec("w8_s8", 1024, 2048), 16, tuned(2, 8)),
+    (EightBitSpec("w8_s8", 512, 1024), 4, tuning_flags(1, 4)),
+    (EightBitSpec("w8_s8", 1024, 2048), 16, tuning_flags(2, 8)),
     (EightBitSpec("w8_s8", 1024, 2048), 48, 0),
 )
 

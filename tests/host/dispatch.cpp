@@ -3,8 +3,8 @@
 // one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
 // workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
 // gemm_wgmma (tokens blocks whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles parts
-// base extra stages shared workspace), for gemm_w8 (tokens consumers block_row_tiles token_tiles row_blocks blocks whole_tiles
-// base extra shared workspace).
+// base extra stages shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace),
+// for gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared workspace).
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -61,11 +61,18 @@ int main() {
                   << ' ' << p.workspace_bytes << '\n';
         break;
       }
+      case nf4l::Engine::small_wgmma_w8: {
+        const nf4l::SmallWgmmaW8Plan& p = launch.small_wgmma_w8;
+        const nf4l::SmallWgmmaW8Shape shape = nf4l::SMALL_WGMMA_W8_SHAPES[p.shape];
+        std::cout << "small_wgmma_w8 " << shape.tokens << ' ' << shape.row_groups << ' ' << shape.burst << ' ' << p.bursts << ' '
+                  << p.blocks << ' ' << p.deal.base << ' ' << p.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes
+                  << '\n';
+        break;
+      }
       case nf4l::Engine::gemm_w8: {
         const nf4l::GemmW8Plan& p = launch.gemm_w8;
         const nf4l::GemmW8Shape shape = nf4l::GEMM_W8_SHAPES[p.shape];
-        std::cout << "gemm_w8 " << shape.tokens << ' ' << shape.consumers << ' ' << p.block_row_tiles << ' '
-                  << p.cut.token_tiles << ' ' << p.cut.row_blocks << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' '
+        std::cout << "gemm_w8 " << shape.tokens << ' ' << shape.consumers << ' ' << p.cut.token_tiles << ' ' << p.cut.row_blocks << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' '
                   << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
         break;
       }

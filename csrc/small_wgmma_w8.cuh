@@ -1,0 +1,162 @@
+// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias for 17 to 64 tokens.
+//
+// It is the wgmma engine (small_wgmma.cuh) for weights that need no table: units, stretches, the ring, the courier and the ways
+// out are the same. A byte is converted in registers (convert8.cuh) and a row's scale multiplies the finished sum, so there is
+// one accumulator, to which every k16 step adds; each warpgroup converts behind what it has given to the tensor cores:
+//
+//     a k16 step s     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
+//
+// Shared memory (offsets in small_wgmma_w8_plan.h):
+//   | ring: x, codes | barriers |
+#pragma once
+
+#include <cuda_runtime.h>
+#include <stdint.h>
+
+#include "convert8.cuh"
+#include "copy.cuh"
+#include "small_wgmma.cuh"
+#include "small_wgmma_finish.cuh"
+#include "small_wgmma_w8_load.cuh"
+#include "small_wgmma_w8_plan.h"
+#include "tma.cuh"
+#include "wgmma_sm90.cuh"
+
+namespace nf4l {
+
+// What the way out needs to know.
+template <class T, int SHAPE>
+struct SmallWgmmaW8 {
+  using Type = T;
+  using Args = SmallWgmmaW8Args;
+  static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
+  static constexpr bool ROW_SCALES = true, TRANSPOSES = true;
+};
+
+// The units of one warp of a consumer, one after the other.
+template <class Code, class T, int SHAPE>
+struct W8Consumer {
+  static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
+  const W8Ring<SHAPE>& ring;
+  const int row_tile, lane;  // row_tile: of the warp, in a row block
+  RingPosition<S.stages> at{0};
+  int used = -1;  // stage whose wgmma may still be under way
+  float sums[S.lane_results()];
+  uint4 words[2];    // of a tile, or of one and the next
+  uint32_t a[4][4];  // fragments of four k16 steps
+
+  __device__ __forceinline__ void load(int half, int stage, int tile) {
+    const uint32_t from = ring.codes(stage, row_tile) + tile * W8_TILE_BYTES + half * TILE_BYTES;
+    words[half] = ld_shared_u32x4(from + lane * LANE_BYTES);
+  }
+
+  __device__ __forceinline__ void release() const {
+    __syncwarp();
+    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
+  }
+
+  __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
+    wgmma_fence();
+    wgmma_m64k16<T>(sums, a[s], x + 2 * s, add);
+    wgmma_commit_group();
+    wgmma_wait_group<2>();
+  }
+
+  __device__ __forceinline__ void convert(int s) {
+    const uint4 v = words[s / 2];
+    const uint32_t word[2] = {s % 2 ? v.z : v.x, s % 2 ? v.w : v.y};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) a[s][i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
+  }
+
+  // Before the first unit.
+  __device__ __forceinline__ void start() {
+    mbarrier_wait(ring.full(0), 0);
+    load(0, 0, 0);
+    load(1, 0, 0);
+    convert(0);
+    convert(1);
+  }
+
+  // One unit, of which two steps are converted; does the same for the next one if there are `more`. The first unit of a row
+  // block takes the place of the sums, later ones are added.
+  __device__ __forceinline__ void multiply(bool add, bool more) {
+    const int stage = at.stage;
+    const uint64_t x_of_unit = wgmma_descriptor(ring.x(stage));
+    at.step();
+#pragma unroll
+    for (int j = 0; j < S.burst; ++j) {
+      const bool last = j + 1 == S.burst;
+      const int next_stage = last ? at.stage : stage, next_tile = last ? 0 : j + 1;
+      const uint64_t x = x_of_unit + j * (S.tokens * 128 / 16);
+      step(0, x, add || j > 0);
+      convert(2);
+      if (last && more) mbarrier_wait(ring.full(at.stage), at.phase);
+      if (!last || more) load(0, next_stage, next_tile);
+      step(1, x, true);
+      convert(3);
+      if (j == 0) {
+        release();  // every wgmma of the unit before is complete
+        used = stage;
+      }
+      if (!last || more) load(1, next_stage, next_tile);
+      step(2, x, true);
+      convert(0);
+      step(3, x, true);
+      convert(1);
+    }
+  }
+
+  // After this the sums may be read.
+  __device__ __forceinline__ void finish() {
+    wgmma_wait_group<0>();
+    release();
+    used = -1;
+  }
+};
+
+template <class Code, class T, int SHAPE>
+__global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
+    small_wgmma_w8_kernel(const __grid_constant__ SmallWgmmaW8Args args) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) char smem[];
+  constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
+  constexpr RegisterShare REGISTERS(S.row_groups);
+  grid_launch_dependents();
+  const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
+  const Stretch stretch(args);
+  const W8Ring<SHAPE> ring = {smem_address(smem)};
+  const Mailbox mailbox = {ring.mailbox()};
+  if (warp >= S.row_tiles()) {
+    setmaxnreg_dec<REGISTERS.producer>();
+    const bool feeds = warp == S.row_tiles() && lane == 0, carries = warp == S.row_tiles() + 1 && lane == 0;
+    const W8Producer<SHAPE> producer = {args, stretch, ring};
+    if (feeds) {
+      producer.init();
+      producer.fill();
+      mailbox.init(S.row_groups * 4);
+    }
+    __syncthreads();
+    grid_wait();
+    if (feeds) producer.run();
+    if (carries) mailbox.serve(args, stretch);
+  } else {
+    setmaxnreg_inc<REGISTERS.consumer>();
+    __syncthreads();
+    grid_wait();  // slots and y may be in use until then
+    W8Consumer<Code, T, SHAPE> consumer = {ring, warp, lane};
+    const Finish<SmallWgmmaW8<T, SHAPE>> finish(args, mailbox);
+    consumer.start();
+    for (int begin = stretch.begin; begin < stretch.end;) {
+      const int row_block = begin / args.bursts, end = min(stretch.end, (row_block + 1) * args.bursts);
+      for (int u = begin; u < end; ++u) consumer.multiply(u > begin, u + 1 < stretch.end);
+      consumer.finish();
+      finish(consumer.sums, row_block, begin, end);
+      begin = end;
+    }
+    finish.end(stretch);
+  }
+#endif
+}
+
+}  // namespace nf4l
