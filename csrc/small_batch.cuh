@@ -124,25 +124,27 @@ struct Results {
     }
   }
 
-  // Bias, rounding and output of row group `group`.
-  template <class T>
-  __device__ __forceinline__ void store(const SmallBatchArgs& a, int group, int lane) const {
+  // Rounding and output of row group `group`. `result_of(row)` gives what makes a result of a sum of that row; the results of a
+  // row are `token_stride` values of y apart, those of a token `row_stride`.
+  template <class T, class Args, class ResultOf>
+  __device__ __forceinline__ void store(const Args& a, int64_t token_stride, int64_t row_stride, int group, int lane,
+                                        ResultOf result_of) const {
     const int g = lane / 4, t = lane % 4;
     if (TOKENS == 1 && t != 0) return;
-    T* y = static_cast<T*>(a.y);
 #pragma unroll
     for (int r = 0; r < R; ++r) {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const int row = (group * R + r) * TILE_ROWS + g + 8 * h;
         if (row >= a.n) continue;
-        const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
+        const auto result = result_of(row);
+        T* const y = static_cast<T*>(a.y) + row * row_stride;
 #pragma unroll
         for (int c = 0; c < COLUMN_TILES; ++c) {
 #pragma unroll
           for (int e = 0; e < (TOKENS == 1 ? 1 : 2); ++e) {
             const int token = c * 8 + t * 2 + e;
-            if (token < a.m) y[int64_t(token) * a.n + row] = round_to<T>(value[r][c][2 * h + e] + bias);
+            if (token < a.m) y[token * token_stride] = round_to<T>(result(value[r][c][2 * h + e]));
           }
         }
       }
@@ -182,6 +184,15 @@ struct ScaleBuffer {
     return ld_shared_f32x2(buffer + ((r * BURST + j) * TILE_ROWS + lane / 4 * 2) * 4);
   }
 };
+
+// Bias and output of row group `group`.
+template <class T, int R, int TOKENS>
+__device__ __forceinline__ void store_biased(const SmallBatchArgs& a, const Results<R, TOKENS>& sum, int group, int lane) {
+  sum.template store<T>(a, a.n, 1, group, lane, [&](int row) {
+    const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
+    return [bias](float v) { return v + bias; };
+  });
+}
 
 // The units of one warp, one after the other.
 template <class T, int R, int TOKENS, int WARPS>
@@ -241,7 +252,7 @@ struct WarpWalk {
   // The sum of a whole row group over the slice.
   __device__ __forceinline__ void finish() {
     const int whole_group = work.first_group + group;
-    if (gridDim.y == 1) sum.template store<T>(args, whole_group, lane);
+    if (gridDim.y == 1) store_biased<T>(args, sum, whole_group, lane);
     else sum.put_partial(args.partials + (int64_t(blockIdx.y) * args.groups + whole_group) * (Sum::COUNT * WARP), lane);
   }
 };
@@ -343,7 +354,7 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_batch_kernel(const __gri
   close_stretch<WARPS>(walk, warp, tails);
   if (gridDim.y > 1) {
     using Sum = Results<R, TOKENS>;
-    const auto store = [&](const Sum& sum, int row_group) { sum.template store<T>(args, row_group, lane); };
+    const auto store = [&](const Sum& sum, int row_group) { store_biased<T>(args, sum, row_group, lane); };
     add_slices<Sum, WARPS>(args, work, reinterpret_cast<bool*>(nested_code), warp, lane, store);
   }
 }

@@ -27,30 +27,14 @@
 
 namespace nf4l {
 
-// Row scales, bias, rounding and output of row group `group`.
+// Row scales, bias and output of row group `group`.
 template <class T, int R, int TOKENS, bool GROUPED>
 __device__ __forceinline__ void store_scaled(const SmallW8Args& a, const Results<R, TOKENS>& sum, int group, int lane) {
-  const int g = lane / 4, t = lane % 4;
-  if (TOKENS == 1 && t != 0) return;
-#pragma unroll
-  for (int r = 0; r < R; ++r) {
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const int row = (group * R + r) * TILE_ROWS + g + 8 * h;
-      if (row >= a.n) continue;
-      const float scale = GROUPED ? 1.0f : __ldg(a.scales + row) * INV_127;
-      const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
-      T* const y = static_cast<T*>(a.y) + row * a.row_stride;
-#pragma unroll
-      for (int c = 0; c < Results<R, TOKENS>::COLUMN_TILES; ++c) {
-#pragma unroll
-        for (int e = 0; e < (TOKENS == 1 ? 1 : 2); ++e) {
-          const int token = c * 8 + t * 2 + e;
-          if (token < a.m) y[token * a.token_stride] = round_to<T>(fmaf(sum.value[r][c][2 * h + e], scale, bias));
-        }
-      }
-    }
-  }
+  sum.template store<T>(a, a.token_stride, a.row_stride, group, lane, [&](int row) {
+    const float scale = GROUPED ? 1.0f : __ldg(a.scales + row) * INV_127;
+    const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
+    return [scale, bias](float v) { return fmaf(v, scale, bias); };
+  });
 }
 
 // The units of one warp, one after the other.
