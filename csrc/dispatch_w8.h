@@ -36,8 +36,10 @@ struct SmallWgmmaW8Row {
   int shape;                            // in SMALL_WGMMA_W8_SHAPES
 };
 constexpr SmallWgmmaW8Row SMALL_WGMMA_W8_TABLE[] = {
-    {17, 32, 0, ANY, small_wgmma_w8_shape(32, 4, 2)},
-    {33, 64, 0, ANY, small_wgmma_w8_shape(64, 2, 4)},
+    {17, 32, 0, ANY, small_wgmma_w8_shape(32, 2, 2)},
+    {33, 64, 0, 50'000'000, small_wgmma_w8_shape(64, 2, 4)},
+    {33, 64, 50'000'000, 100'000'000, small_wgmma_w8_shape(64, 2, 2)},
+    {33, 64, 100'000'000, ANY, small_wgmma_w8_shape(64, 3, 2)},
 };
 // A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less.
 constexpr int LEAST_W8_TILES = 8;

@@ -32,7 +32,7 @@ struct SmallWgmmaW8Shape {
 
 // Everything that is compiled, for each kind of codes and 16-bit type.
 constexpr SmallWgmmaW8Shape SMALL_WGMMA_W8_SHAPES[] = {
-    {32, 4, 2, 5}, {32, 2, 4, 4}, {64, 4, 2, 4}, {64, 2, 4, 3}, {64, 2, 2, 6},
+    {32, 2, 2, 8}, {64, 2, 4, 3}, {64, 2, 2, 6}, {64, 3, 2, 5},
 };
 constexpr int SMALL_WGMMA_W8_SHAPE_COUNT = sizeof(SMALL_WGMMA_W8_SHAPES) / sizeof(SMALL_WGMMA_W8_SHAPES[0]);
 

@@ -48,11 +48,6 @@ Operands = tuple[Tensor | None, ...]
 Peer = Callable[["BenchWeight", torch.dtype], Iterator["Contender"]]
 
 
-def tuning_flags(shape: int, cut: int) -> int:
-    """Of a call that takes a compiled shape, counted over all engines, and its cut in place of the table's choice."""
-    return (1 + shape) << 8 | cut << 16
-
-
 class BenchWeight:
     """A random NF4 weight [n, k] with double quantization, in kernel order on the GPU."""
 
@@ -98,16 +93,16 @@ class BenchWeight:
         for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
             if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
                 for slices in TUNE_SLICES:
-                    yield f"{row_tiles}x{tokens}/{slices}", tuning_flags(index, slices)
+                    yield f"{row_tiles}x{tokens}/{slices}", native.tuned(index, slices)
         for index, (tokens, row_groups) in enumerate(TUNE_WGMMA_SHAPES, len(TUNE_SHAPES)):
             if m <= tokens < 2 * m:
                 for units in TUNE_LEAST_UNITS:
-                    yield f"wgmma{tokens}x{row_groups}/{units}", tuning_flags(index, units)
+                    yield f"wgmma{tokens}x{row_groups}/{units}", native.tuned(index, units)
         if m > 64:
             first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
             for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
                 for cut, value in TUNE_CUTS.items():
-                    yield f"gemm{tokens}x{warpgroups}/{cut}", tuning_flags(index, value)
+                    yield f"gemm{tokens}x{warpgroups}/{cut}", native.tuned(index, value)
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------

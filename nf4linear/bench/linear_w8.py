@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from .. import native
 from ..formats import EightBitSpec
 from . import humming
 from .gpu import Contender, copies_of
@@ -26,14 +27,13 @@ from .linear import (
     Operands,
     Peer,
     torch_peer,
-    tuning_flags,
 )
 
 # What --tune tries. Shapes of csrc/small_w8_plan.h (row tiles, tokens) with slices of K, then those of
 # csrc/small_wgmma_w8_plan.h (tokens, row groups, burst) with the fewest units of a block, then those of
 # csrc/gemm_w8_plan.h (tokens, warpgroups) with all output tiles whole, or the last ones cut.
 TUNE_SHAPES = ((1, 1), (1, 8), (1, 16), (2, 32))
-TUNE_WGMMA_SHAPES = ((32, 4, 2), (32, 2, 4), (64, 4, 2), (64, 2, 4), (64, 2, 2))
+TUNE_WGMMA_SHAPES = ((32, 2, 2), (64, 2, 4), (64, 2, 2), (64, 3, 2))
 TUNE_GEMM_SHAPES = ((128, 2), (192, 2), (216, 2), (256, 2))
 
 
@@ -64,15 +64,15 @@ class BenchWeight8(BenchWeight):
         for index, (row_tiles, tokens) in enumerate(TUNE_SHAPES):
             if m <= tokens < max(2 * m, 9) and (m == 1) == (tokens == 1):
                 for slices in TUNE_SLICES:
-                    yield f"{row_tiles}x{tokens}/{slices}", tuning_flags(index, slices)
+                    yield f"{row_tiles}x{tokens}/{slices}", native.tuned(index, slices)
         for index, (tokens, row_groups, burst) in enumerate(TUNE_WGMMA_SHAPES, len(TUNE_SHAPES)):
             if m <= tokens <= 2 * m:
                 for units in TUNE_LEAST_UNITS:
-                    yield f"wgmma{tokens}x{row_groups}x{burst}/{units}", tuning_flags(index, units)
+                    yield f"wgmma{tokens}x{row_groups}x{burst}/{units}", native.tuned(index, units)
         if m > 32:
             for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)):
                 for cut, value in TUNE_CUTS.items():
-                    yield f"gemm{tokens}x{warpgroups}/{cut}", tuning_flags(index, value)
+                    yield f"gemm{tokens}x{warpgroups}/{cut}", native.tuned(index, value)
 
 
 def _bitsandbytes(weight: BenchWeight8, dtype: torch.dtype) -> Iterator[Contender]:

@@ -9,16 +9,21 @@ What they compute, with T the 16-bit type of x and all sums in float32; codes ar
 
 import pytest
 import torch
+from fused import DEPENDENT, DTYPES, ROUNDING, relative_error
+from order_of_work import (  # noqa: F401
+    test_graphs_replay_on_new_inputs,
+    test_two_graphs_at_once,
+    test_two_streams_at_once,
+    test_waits_for_the_kernel_that_writes_the_activations,
+)
 
 from nf4linear import mixed, native, ops, reference, reorder
-from nf4linear.bench.linear import tuning_flags
 from nf4linear.bench.linear_w8 import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import EightBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
-DTYPES = [torch.float16, torch.bfloat16]
 SPECS = (
     EightBitSpec("w8_s8", 48, 192),  # fewer tiles than a burst
     EightBitSpec("w8_u8", 1000, 576),  # ragged rows, a burst of one tile
@@ -28,8 +33,7 @@ SPECS = (
     EightBitSpec("w8_s8", 130, 640, group_size=128),
 )
 WHOLE, CUT = 1, 2
-ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
-DEPENDENT, TRANSPOSED = native.DEPENDENT_LAUNCH, native.TRANSPOSED_OUTPUT
+TRANSPOSED = native.TRANSPOSED_OUTPUT
 
 
 @pytest.fixture(scope="module")
@@ -71,10 +75,6 @@ def launch_by_table(library, spec, packed, x, flags=0):
     got = launch(library, spec, packed, x, flags)
     assert (got is not None) == (x.shape[0] <= 32 or (on_hopper(library) and not spec.group_size))
     return got
-
-
-def relative_error(got, exact):
-    return ((got.double() - exact).norm() / exact.norm()).item()
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -120,13 +120,13 @@ def test_every_small_shape_and_cut(weight, library, dtype, shape, slices):
     most = TUNE_SHAPES[shape][1]
     for tokens in {1, most // 2 + 1, most}:
         x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
-        got = launch(library, spec, packed, x, tuning_flags(shape, slices))
+        got = launch(library, spec, packed, x, native.tuned(shape, slices))
         assert got is not None
         assert relative_error(got, x.double() @ exact_weight.T) < ROUNDING[dtype]
         for flags in (0, DEPENDENT, TRANSPOSED):
-            assert torch.equal(got, launch(library, spec, packed, x, tuning_flags(shape, slices) | flags))
+            assert torch.equal(got, launch(library, spec, packed, x, native.tuned(shape, slices) | flags))
     x = torch.randn(most + 1, spec.k, device="cuda").to(dtype)
-    assert launch(library, spec, packed, x, tuning_flags(shape, slices)) is None
+    assert launch(library, spec, packed, x, native.tuned(shape, slices)) is None
 
 
 # (shape, cut, most tokens) of the two engines that are Hopper's alone, counted behind the first one's shapes.
@@ -144,7 +144,7 @@ HOPPER = [
 @pytest.mark.parametrize(("shape", "cut", "most"), HOPPER)
 def test_every_hopper_shape_and_cut(hopper, weight, library, dtype, shape, cut, most):
     spec, canonical, packed = weight
-    flags = tuning_flags(shape, cut)
+    flags = native.tuned(shape, cut)
     exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
     bias = torch.randn(spec.n, device="cuda").to(dtype)
     for tokens in (1, most // 2 + 1, most - 1, most) if most else (1, 127, 256, 440):
@@ -232,12 +232,15 @@ def test_activations_anywhere(weight, library, tokens):
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
 
-# (spec, tokens, flags): with and without sums between blocks.
+# (spec, tokens, flags): with and without sums between blocks; of the Hopper engines, sums that all sharers add up, those
+# that the first of them does, and whole output tiles beside cut ones.
 ORDERED = (
     (EightBitSpec("w8_s8", 4096, 1024), 1, 0),
-    (EightBitSpec("w8_s8", 512, 1024), 4, tuning_flags(1, 4)),
-    (EightBitSpec("w8_s8", 1024, 2048), 16, tuning_flags(2, 8)),
+    (EightBitSpec("w8_s8", 512, 1024), 4, native.tuned(1, 4)),
+    (EightBitSpec("w8_s8", 1024, 2048), 16, native.tuned(2, 8)),
     (EightBitSpec("w8_s8", 1024, 2048), 48, 0),
+    (EightBitSpec("w8_s8", 1000, 4096 + 64), 64, native.tuned(len(TUNE_SHAPES) + 1, 1)),
+    (EightBitSpec("w8_s8", 6144, 1024), 256, native.tuned(len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES), CUT)),
 )
 
 
@@ -249,47 +252,3 @@ def ordered(request, library):
     if launch(library, spec, packed, x, flags) is None:
         pytest.skip("left to a GEMM on this GPU")
     return spec, packed, tokens, flags
-
-
-@pytest.mark.parametrize("extra", [0, DEPENDENT])
-def test_waits_for_the_kernel_that_writes_the_activations(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    source = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    want = launch(library, spec, packed, source, flags)
-    torch.cuda.synchronize()
-    with torch.cuda.stream(torch.cuda.Stream()):
-        for _ in range(20):
-            x = torch.zeros_like(source)
-            torch.cuda._sleep(200_000)
-            torch.add(source, 0, out=x)
-            assert torch.equal(launch(library, spec, packed, x, flags | extra), want)
-
-
-def test_two_streams_at_once(ordered, library):
-    spec, packed, tokens, flags = ordered
-    inputs = [torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16) for _ in range(2)]
-    want = [launch(library, spec, packed, x, flags) for x in inputs]
-    streams = [torch.cuda.Stream() for _ in inputs]
-    torch.cuda.synchronize()
-    got = [[], []]
-    for _ in range(100):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                got[i].append(launch(library, spec, packed, inputs[i], flags | DEPENDENT))
-    torch.cuda.synchronize()
-    assert all(torch.equal(y, want[i]) for i in (0, 1) for y in got[i])
-
-
-@pytest.mark.parametrize("extra", [0, DEPENDENT])
-def test_graphs_replay_on_new_inputs(ordered, library, extra):
-    spec, packed, tokens, flags = ordered
-    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        outputs = [launch(library, spec, packed, x, flags | extra) for _ in range(8)]
-    for _ in range(5):
-        fresh = torch.randn_like(x)
-        x.copy_(fresh)
-        graph.replay()
-        want = launch(library, spec, packed, fresh, flags)
-        assert all(torch.equal(y, want) for y in outputs)
