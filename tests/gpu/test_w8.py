@@ -232,8 +232,8 @@ def test_activations_anywhere(weight, library, tokens):
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
 
-# (spec, tokens, flags): with and without sums between blocks; of the Hopper engines, sums that all sharers add up, those
-# that the first of them does, and whole output tiles beside cut ones.
+# (spec, tokens, flags): with and without sums between blocks; of the Hopper engines, sums that all sharers add up, sums
+# that the first of them adds up, and whole output tiles beside cut ones.
 ORDERED = (
     (EightBitSpec("w8_s8", 4096, 1024), 1, 0),
     (EightBitSpec("w8_s8", 512, 1024), 4, native.tuned(1, 4)),
