@@ -123,12 +123,19 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
     if (args.dependent) grid_wait();
     X::load_async(args, work, x_smem);
     cp_async_commit_group();
-    weights.start();
+    weights.start(args.stages);
     cp_async_wait_group(args.stages);
   } else {
-    weights.start();
-    if (args.dependent) grid_wait();
-    X::load_async(args, work, x_smem);
+    // What is asked for after others arrives after them, and without x nothing can begin. So x comes first; where it must wait
+    // for the kernel in front, only some of the weights come before it.
+    const int early = args.dependent ? min(args.stages, SmallW8Shared::EARLY_STAGES) : args.stages;
+    if (!args.dependent) X::load_async(args, work, x_smem);
+    weights.start(early);
+    if (args.dependent) {
+      grid_wait();
+      X::load_async(args, work, x_smem);
+    }
+    weights.fill(early, args.stages);
     cp_async_wait_all();
   }
   __syncthreads();

@@ -36,7 +36,7 @@ constexpr int W8_TILE_BYTES = 2 * TILE_BYTES;  // of 16 rows x 64 inputs: two ti
 
 // Byte offsets in a block's shared memory. A ring of each warp's own holds the bursts on their way.
 struct SmallW8Shared {
-  static constexpr int MOST_STAGES = 3;  // more weights on their way only keep the activations waiting
+  static constexpr int MOST_STAGES = 6, EARLY_STAGES = 3;
 
   // One burst of one row group: codes, then group scales, float [row_tiles][groups of the burst][16].
   NF4L_HD static constexpr int scale_bytes(SmallBatchShape shape, int group_tiles) {

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
     const W8Producer<SHAPE> producer = {args, stretch, ring};
     if (feeds) {
       producer.init();
-      producer.fill();
+      if (args.dependent) producer.start();
       mailbox.init(S.row_groups * 4);
     }
     __syncthreads();

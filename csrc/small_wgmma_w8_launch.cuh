@@ -17,13 +17,12 @@
 namespace nf4l {
 
 template <class Code, class T, int SHAPE>
-int launch_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const SmallWgmmaW8Args& args, bool dependent_launch,
-                          const LaunchTarget& target) {
+int launch_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const SmallWgmmaW8Args& args, const LaunchTarget& target) {
   const LaunchGrid grid = {plan.blocks, SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), plan.shared_bytes};
-  return launch_kernel<small_wgmma_w8_kernel<Code, T, SHAPE>>(target, grid, dependent_launch, args);
+  return launch_kernel<small_wgmma_w8_kernel<Code, T, SHAPE>>(target, grid, args.dependent, args);
 }
 
-using SmallWgmmaW8Launcher = int (*)(const SmallWgmmaW8Plan&, const SmallWgmmaW8Args&, bool, const LaunchTarget&);
+using SmallWgmmaW8Launcher = int (*)(const SmallWgmmaW8Plan&, const SmallWgmmaW8Args&, const LaunchTarget&);
 
 // The launcher of each compiled shape, in the order of SMALL_WGMMA_W8_SHAPES.
 template <class Code, class T, size_t... I>
@@ -45,6 +44,7 @@ int run_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const nf4l_weight& w, const
   a.bursts = plan.bursts;
   a.deal = plan.deal;
   a.transposed = l.flags & NF4L_TRANSPOSED_OUTPUT;
+  a.dependent = l.flags & NF4L_DEPENDENT_LAUNCH;
   Workspace workspace;
   if (const int status = claim_workspace(workspace, l, plan.workspace_bytes, target)) return status;
   a.slots = static_cast<float4*>(workspace.sums);
@@ -57,7 +57,7 @@ int run_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const nf4l_weight& w, const
   const auto all = std::make_index_sequence<SMALL_WGMMA_W8_SHAPE_COUNT>();
   const auto launch = w.format == NF4L_W8_S8 ? small_wgmma_w8_launcher<W8S8, T>(plan.shape, all)
                                              : small_wgmma_w8_launcher<W8U8, T>(plan.shape, all);
-  return launch(plan, a, l.flags & NF4L_DEPENDENT_LAUNCH, target);
+  return launch(plan, a, target);
 }
 
 }  // namespace nf4l

@@ -25,6 +25,7 @@ struct SmallWgmmaW8Args {
   int bursts;  // of one row block
   Deal deal;
   bool transposed;
+  bool dependent;  // launched before the previous kernel ended
 
   __device__ __forceinline__ float row_scale(int row) const { return __ldg(row_maxima + row) * INV_127; }
 };
@@ -62,26 +63,28 @@ struct W8Producer {
     fence_mbarrier_init();
   }
 
-  // The weights of as many units as there are stages; nothing that the kernel before may have written.
-  __device__ __forceinline__ void fill() const {
+  // Before the kernel in front has ended: weights, which it cannot have written. Not for all stages, because x would have to
+  // wait behind them.
+  __device__ __forceinline__ void start() const {
     Unit unit(args, stretch.begin);
-    for (int s = 0; s < S.stages && stretch.begin + s < stretch.end; ++s, unit.step(args)) load_codes(unit, s);
+    for (int s = 0; s < EARLY && stretch.begin + s < stretch.end; ++s, unit.step(args)) load_codes(unit, s);
   }
 
   // Activations for them, and the rest of the stretch.
   __device__ __forceinline__ void run() const {
+    const int early = args.dependent ? EARLY : 0;
     RingPosition<S.stages> at(1);
     Unit unit(args, stretch.begin);
     for (int i = stretch.begin; i < stretch.end; ++i, at.step(), unit.step(args)) {
-      if (i - stretch.begin >= S.stages) {
-        mbarrier_wait(ring.empty(at.stage), at.phase);
-        load_codes(unit, at.stage);
-      }
+      mbarrier_wait(ring.empty(at.stage), at.phase);
+      if (i - stretch.begin >= early) load_codes(unit, at.stage);
       cp_async_bulk_tensor_3d(ring.x(at.stage), &args.x, 0, 0, unit.burst * S.burst, ring.full(at.stage));
     }
   }
 
  private:
+  static constexpr int EARLY = S.stages < 3 ? S.stages : 3;
+
   __device__ __forceinline__ void load_codes(Unit unit, int stage) const {
     mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes());
     cp_async_bulk_tensor_3d(ring.codes(stage, 0), &args.codes, 0, unit.burst * S.burst, unit.row_block * S.row_tiles(),
