@@ -29,7 +29,7 @@ constexpr SmallW8Row SMALL_W8_TABLE[] = {
     {17, 32, small_w8_shape(2, 32), 0, 32},
 };
 
-// Rows for Hopper, which come before the others; no group scales.
+// Rows for Hopper, which come before the others.
 struct SmallWgmmaW8Row {
   int64_t m_first, m_last;
   int64_t weights_first, weights_last;  // n * k
@@ -89,7 +89,7 @@ struct W8Picker {
   }
 
   bool wgmma(int shape, int least_units) {
-    if (!device.wgmma || w.blocksize > 0) return false;
+    if (!device.wgmma) return false;
     if (!plan_small_wgmma_w8(w.n, w.k, shape, least_units, device.sms, device.shared_bytes, launch.wgmma_plan)) return false;
     launch.engine = W8Launch::wgmma;
     return true;

@@ -50,7 +50,17 @@ struct W8Walk {
   int group, burst;   // of the next unit, in the block
   bool inside;        // the stretch began inside `group`, so another warp owns it
   uint32_t b[Sum::COLUMN_TILES][8] = {};
-  Sum sum;
+  Sum sum, odd;  // the latter of every other k16 step: a product need not wait for the one before
+
+  __device__ __forceinline__ void clear() {
+    sum.clear();
+    odd.clear();
+  }
+  __device__ __forceinline__ void fold() {
+#pragma unroll
+    for (int i = 0; i < R * Sum::COLUMN_TILES * 4; ++i) (&sum.value[0][0][0])[i] += (&odd.value[0][0][0])[i];
+    odd.clear();
+  }
 
   __device__ __forceinline__ void unit() {
     const int tile = burst * BURST, tiles = work.tiles - tile;
@@ -84,11 +94,14 @@ struct W8Walk {
 #pragma unroll
     for (int c = 0; c < Sum::COLUMN_TILES; ++c) {
 #pragma unroll
-      for (int s = 0; s < 4; ++s) mma_m16n8k16<T>(sum.value[r][c], a + 4 * s, b[c][2 * s], b[c][2 * s + 1]);
+      for (int s = 0; s < 4; ++s) {
+        mma_m16n8k16<T>((s % 2 ? odd : sum).value[r][c], a + 4 * s, b[c][2 * s], b[c][2 * s + 1]);
+      }
     }
   }
 
   __device__ __forceinline__ void next_group() {
+    fold();
     if (inside) sum.put(tail);
     else finish();
     sum.clear();
@@ -123,19 +136,16 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
     if (args.dependent) grid_wait();
     X::load_async(args, work, x_smem);
     cp_async_commit_group();
-    weights.start(args.stages);
+    weights.start();
     cp_async_wait_group(args.stages);
   } else {
-    // What is asked for after others arrives after them, and without x nothing can begin. So x comes first; where it must wait
-    // for the kernel in front, only some of the weights come before it.
-    const int early = args.dependent ? min(args.stages, SmallW8Shared::EARLY_STAGES) : args.stages;
+    // What is asked for later arrives later, and without x nothing begins: it goes first, where it need not be waited for.
     if (!args.dependent) X::load_async(args, work, x_smem);
-    weights.start(early);
+    weights.start();
     if (args.dependent) {
       grid_wait();
       X::load_async(args, work, x_smem);
     }
-    weights.fill(early, args.stages);
     cp_async_wait_all();
   }
   __syncthreads();
@@ -146,8 +156,9 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
   constexpr int TAIL = SHAPE.lane_results() * WARP;
   W8Walk<Code, T, R, TOKENS, WARPS, GROUPED> walk = {args,  work,  lane,      weights, activations, tails + warp * TAIL,
                                                      group, burst, burst != 0};
-  walk.sum.clear();
+  walk.clear();
   for (int u = begin; u < end; ++u) walk.unit();
+  walk.fold();
 
   close_stretch<WARPS>(walk, warp, tails);
   if (gridDim.y > 1) {

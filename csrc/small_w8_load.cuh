@@ -99,29 +99,24 @@ struct W8Stream {
                            lane / 4 * 8);
   }
 
-  // Before anything else: the first `stages` bursts.
-  __device__ __forceinline__ void start(int stages) {
+  // Before anything else: as many bursts as there are stages, lane s that of stage s.
+  __device__ __forceinline__ void start() {
     if constexpr (LANE_COPIES) {
       group = unit / work.bursts, burst = unit - group * work.bursts;
-      for (int s = 0; s < stages; ++s) copy(s);
+      for (int s = 0; s < args.stages; ++s) copy(s);
     } else {
       if (lane < args.stages) {
         mbarrier_init(barriers + 8 * lane, 1);
         fence_mbarrier_init();
+        if (unit + lane < end) {
+          const int g = (unit + lane) / work.bursts;
+          issue(lane, g, unit + lane - g * work.bursts);
+        }
       }
-      fill(0, stages);
+      __syncwarp();
+      unit += args.stages;
+      group = unit / work.bursts, burst = unit - group * work.bursts;
     }
-  }
-
-  // Bursts into the stages first .. last - 1, which were never used; lane s issues that of stage s.
-  __device__ __forceinline__ void fill(int first, int last) {
-    if (lane >= first && lane < last && unit + lane - first < end) {
-      const int u = unit + lane - first, g = u / work.bursts;
-      issue(lane, g, u - g * work.bursts);
-    }
-    __syncwarp();
-    unit += last - first;
-    group = unit / work.bursts, burst = unit - group * work.bursts;
   }
 
   // Waits for the burst in hand.

@@ -36,7 +36,7 @@ constexpr int W8_TILE_BYTES = 2 * TILE_BYTES;  // of 16 rows x 64 inputs: two ti
 
 // Byte offsets in a block's shared memory. A ring of each warp's own holds the bursts on their way.
 struct SmallW8Shared {
-  static constexpr int MOST_STAGES = 6, EARLY_STAGES = 3;
+  static constexpr int MOST_STAGES = 3;  // with more, the first burst that a warp asks for comes too late
 
   // One burst of one row group: codes, then group scales, float [row_tiles][groups of the burst][16].
   NF4L_HD static constexpr int scale_bytes(SmallBatchShape shape, int group_tiles) {
@@ -50,7 +50,7 @@ struct SmallW8Shared {
   int tails;        // float [warps][lane_results][32]
   int barriers;     // [warps][MOST_STAGES]
   int flag;         // whether this block is the last of its part
-  int rings;        // [warps][stages][stage_bytes]
+  int rings;        // [warps][stages][stage_bytes], at a multiple of 128: the copy engine writes lines of that
   int total;
 
   NF4L_HD constexpr SmallW8Shared(SmallBatchShape shape, int group_tiles, int slice_tiles, int stages)
@@ -58,7 +58,7 @@ struct SmallW8Shared {
         tails((slice_tiles + BURST - 1) / BURST * BURST * shape.tokens * 128),
         barriers(tails + shape.warps * shape.lane_results() * 32 * 4),
         flag(barriers + shape.warps * MOST_STAGES * 8),
-        rings(flag + 128),
+        rings((flag + 4 + 127) / 128 * 128),
         total(rings + shape.warps * stages * stage_bytes(shape, group_tiles)) {}
 };
 

@@ -6,8 +6,10 @@
 //
 //     a k16 step s     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
 //
+// Group scales multiply the product of their group, which is a second accumulator and is waited for.
+//
 // Shared memory (offsets in small_wgmma_w8_plan.h):
-//   | ring: x, codes | barriers |
+//   | ring: x, codes | ring: group scales | barriers |
 #pragma once
 
 #include <cuda_runtime.h>
@@ -25,23 +27,25 @@
 namespace nf4l {
 
 // What the way out needs to know.
-template <class T, int SHAPE>
+template <class T, int SHAPE, bool GROUPED>
 struct SmallWgmmaW8 {
   using Type = T;
   using Args = SmallWgmmaW8Args;
   static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
-  static constexpr bool ROW_SCALES = true, TRANSPOSES = true;
+  static constexpr bool ROW_SCALES = !GROUPED, TRANSPOSES = true;
 };
 
 // The units of one warp of a consumer, one after the other.
-template <class Code, class T, int SHAPE>
+template <class Code, class T, int SHAPE, bool GROUPED>
 struct W8Consumer {
   static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
-  const W8Ring<SHAPE>& ring;
+  static constexpr int RESULTS = S.lane_results();
+  const W8Ring<SHAPE, GROUPED>& ring;
   const int row_tile, lane;  // row_tile: of the warp, in a row block
+  const int group_shift;
   RingPosition<S.stages> at{0};
   int used = -1;  // stage whose wgmma may still be under way
-  float sums[S.lane_results()];
+  float sums[RESULTS], product[GROUPED ? RESULTS : 1];
   uint4 words[2];    // of a tile, or of one and the next
   uint32_t a[4][4];  // fragments of four k16 steps
 
@@ -57,7 +61,8 @@ struct W8Consumer {
 
   __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
     wgmma_fence();
-    wgmma_m64k16<T>(sums, a[s], x + 2 * s, add);
+    if constexpr (GROUPED) wgmma_m64k16<T>(product, a[s], x + 2 * s, add);
+    else wgmma_m64k16<T>(sums, a[s], x + 2 * s, add);
     wgmma_commit_group();
     wgmma_wait_group<2>();
   }
@@ -67,6 +72,15 @@ struct W8Consumer {
     const uint32_t word[2] = {s % 2 ? v.z : v.x, s % 2 ? v.w : v.y};
 #pragma unroll
     for (int i = 0; i < 4; ++i) a[s][i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
+  }
+
+  // sums (+)= scale * product, for tile `tile` of a unit, the last one of its group.
+  __device__ __forceinline__ void fold(int stage, int tile, bool add) {
+    const int at_group = row_tile * (S.burst >> group_shift) + (tile >> group_shift);
+    const float2 scale = ld_shared_f32x2(ring.scales(stage) + (at_group * TILE_ROWS + lane / 4 * 2) * 4);
+    wgmma_wait_group<0>();
+#pragma unroll
+    for (int i = 0; i < RESULTS; ++i) sums[i] = fmaf(product[i], i & 2 ? scale.y : scale.x, add ? sums[i] : 0.0f);
   }
 
   // Before the first unit.
@@ -89,7 +103,8 @@ struct W8Consumer {
       const bool last = j + 1 == S.burst;
       const int next_stage = last ? at.stage : stage, next_tile = last ? 0 : j + 1;
       const uint64_t x = x_of_unit + j * (S.tokens * 128 / 16);
-      step(0, x, add || j > 0);
+      const int in_group = GROUPED ? j & ((1 << group_shift) - 1) : 0;
+      step(0, x, GROUPED ? in_group > 0 : add || j > 0);
       convert(2);
       if (last && more) mbarrier_wait(ring.full(at.stage), at.phase);
       if (!last || more) load(0, next_stage, next_tile);
@@ -104,6 +119,7 @@ struct W8Consumer {
       convert(0);
       step(3, x, true);
       convert(1);
+      if (GROUPED && in_group + 1 == 1 << group_shift) fold(stage, j, add || j >= 1 << group_shift);
     }
   }
 
@@ -115,7 +131,7 @@ struct W8Consumer {
   }
 };
 
-template <class Code, class T, int SHAPE>
+template <class Code, class T, int SHAPE, bool GROUPED>
 __global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
     small_wgmma_w8_kernel(const __grid_constant__ SmallWgmmaW8Args args) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -125,16 +141,16 @@ __global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const Stretch stretch(args);
-  const W8Ring<SHAPE> ring = {smem_address(smem)};
+  const W8Ring<SHAPE, GROUPED> ring = {smem_address(smem)};
   const Mailbox mailbox = {ring.mailbox()};
   if (warp >= S.row_tiles()) {
     setmaxnreg_dec<REGISTERS.producer>();
-    const bool feeds = warp == S.row_tiles() && lane == 0, carries = warp == S.row_tiles() + 1 && lane == 0;
-    const W8Producer<SHAPE> producer = {args, stretch, ring};
+    const bool feeds = warp == S.row_tiles(), carries = warp == S.row_tiles() + 1 && lane == 0;
+    const W8Producer<SHAPE, GROUPED> producer = {args, stretch, ring, lane};
     if (feeds) {
       producer.init();
       if (args.dependent) producer.start();
-      mailbox.init(S.row_groups * 4);
+      if (lane == 0) mailbox.init(S.row_groups * 4);
     }
     __syncthreads();
     grid_wait();
@@ -144,8 +160,8 @@ __global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
     setmaxnreg_inc<REGISTERS.consumer>();
     __syncthreads();
     grid_wait();  // slots and y may be in use until then
-    W8Consumer<Code, T, SHAPE> consumer = {ring, warp, lane};
-    const Finish<SmallWgmmaW8<T, SHAPE>> finish(args, mailbox);
+    W8Consumer<Code, T, SHAPE, GROUPED> consumer = {ring, warp, lane, args.group_shift};
+    const Finish<SmallWgmmaW8<T, SHAPE, GROUPED>> finish(args, mailbox);
     consumer.start();
     for (int begin = stretch.begin; begin < stretch.end;) {
       const int row_block = begin / args.bursts, end = min(stretch.end, (row_block + 1) * args.bursts);

@@ -26,11 +26,13 @@ struct SmallWgmmaW8Shape {
   NF4L_HD constexpr int x_bytes() const { return burst * tokens * TILE_K4 * 2; }             // of a stage
   NF4L_HD constexpr int codes_bytes() const { return row_tiles() * burst * W8_TILE_BYTES; }  // of a stage
   NF4L_HD constexpr int stage_bytes() const { return x_bytes() + codes_bytes(); }
+  // Of group scales in a stage, float [row_tiles][groups of the burst][16]: at most, with 64 inputs a group.
+  NF4L_HD constexpr int scale_bytes() const { return row_tiles() * burst * TILE_ROWS * 4; }
   // Sums of one row block, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * row_groups * WARPGROUP; }
 };
 
-// Everything that is compiled, for each kind of codes and 16-bit type.
+// Everything that is compiled, for each kind of codes, of scales and 16-bit type.
 constexpr SmallWgmmaW8Shape SMALL_WGMMA_W8_SHAPES[] = {
     {32, 2, 2, 8}, {64, 2, 4, 3}, {64, 2, 2, 6}, {64, 3, 2, 5},
 };
@@ -49,11 +51,15 @@ constexpr int small_wgmma_w8_shape(int tokens, int row_groups, int burst) {
 // Byte offsets in a block's shared memory.
 struct SmallWgmmaW8Shared {
   int ring;      // [stages] of: 16 bit x [burst][tokens][64], swizzled, codes [row_tiles][burst][2][512]
+  int scales;    // [stages] of group scales
   int barriers;  // uint64 [stages][full, empty], then those of the mailbox
   int total;
 
   NF4L_HD constexpr explicit SmallWgmmaW8Shared(SmallWgmmaW8Shape shape)
-      : ring(0), barriers(ring + shape.stages * shape.stage_bytes()), total(barriers + shape.stages * 16 + 4 * 8) {}
+      : ring(0),
+        scales(ring + shape.stages * shape.stage_bytes()),
+        barriers(scales + shape.stages * shape.scale_bytes()),
+        total(barriers + shape.stages * 16 + 4 * 8) {}
 };
 
 // One launch: units, (row block, burst), lie in one line, and each block of the grid has a stretch of it.

@@ -129,11 +129,9 @@ inline int encode_bytes(CUtensorMap& map, const void* bytes, int64_t rows, int64
   return encode_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 2, bytes, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// Codes [row_tiles][k_tiles][tile_bytes] in boxes [box_row_tiles][box_k_tiles][tile_bytes]; tile_bytes is at most 2048.
-inline int encode_codes(CUtensorMap& map, const void* codes, int row_tiles, int k_tiles, int tile_bytes, int box_row_tiles,
-                        int box_k_tiles = 1) {
-  const cuuint32_t words = cuuint32_t(tile_bytes / 8);
-  const cuuint32_t box[3] = {words, cuuint32_t(box_k_tiles), cuuint32_t(box_row_tiles)};
+// Codes [row_tiles][k_tiles][tile_bytes] in boxes [box_row_tiles][1][tile_bytes], tile after tile; tile_bytes is at most 2048.
+inline int encode_codes(CUtensorMap& map, const void* codes, int row_tiles, int k_tiles, int tile_bytes, int box_row_tiles) {
+  const cuuint32_t words = cuuint32_t(tile_bytes / 8), box[3] = {words, 1, cuuint32_t(box_row_tiles)};
   const cuuint64_t sizes[3] = {words, cuuint64_t(k_tiles), cuuint64_t(row_tiles)};
   const cuuint64_t strides[2] = {cuuint64_t(tile_bytes), cuuint64_t(tile_bytes) * k_tiles};
   return encode_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 3, codes, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);

@@ -39,7 +39,7 @@ def most_fused_tokens(spec: WeightSpec) -> float:
     """With more tokens no GPU has a fused kernel for such a weight (csrc/dispatch.h), so the library is not asked."""
     if isinstance(spec, FourBitSpec):
         return 128
-    return 32 if spec.group_size else math.inf
+    return 64 if spec.group_size else math.inf
 
 
 def plain_call(x: Tensor, bias: Tensor | None) -> bool:

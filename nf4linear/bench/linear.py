@@ -32,6 +32,8 @@ SHAPES = (
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 4096)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 ROUNDS = 9
+# The launch of a graph takes about 4 us. Calls of few tokens are as short, so a graph makes this many of them.
+CALLS, FEW_TOKENS = 12, 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
 # csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_plan.h
 # (tokens, warpgroups) with all output tiles whole, or the last ones cut.
@@ -171,7 +173,9 @@ def sweep(
             x = torch.randn(m, k, device="cuda", dtype=DTYPES[dtype])
             exact = x.double() @ exact_weight.T
             inputs = {c.name: x if c.takes is None else x.to(c.takes) for c in contenders}
-            us = race({c.name: [lambda f=f, x=inputs[c.name]: f(x) for f in c.layers] for c in contenders}, ROUNDS)
+            walks = max(1, CALLS // min(len(c.layers) for c in contenders)) if m <= FEW_TOKENS else 1
+            calls = {c.name: [lambda f=f, x=inputs[c.name]: f(x) for f in c.layers] * walks for c in contenders}
+            us = race(calls, ROUNDS)
             yield [
                 _row(weight, c, m, dtype, us[c.name], ceilings)
                 | {"rel_err": _error(c.layers[0](inputs[c.name]), exact) if c.comparable else None}
