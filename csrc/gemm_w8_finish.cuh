@@ -22,7 +22,7 @@ struct GemmW8Finish {
   static constexpr int RESULTS = S.lane_results(), VECTORS = RESULTS / 4;
   using Sums = float[RESULTS];
   const GemmW8Args& args;
-  const uint32_t buffers;  // two
+  const uint32_t buffers;  // out_buffers() of them
   const int consumer, thread;
 
   __device__ __forceinline__ void sync() const { asm volatile("bar.sync %0, 128;" ::"r"(1 + consumer) : "memory"); }
@@ -57,8 +57,10 @@ struct GemmW8Finish {
     const int first_row = out.row_block * S.block_rows() + consumer * WARPGROUP_ROWS;
     const int end_row = min(args.n, (out.row_block + 1) * S.block_rows());
     scale(sums, first_row);
-    if (args.transposed) store_by<true>(sums, out.token_tile * S.tokens, first_row, end_row);
-    else store_by<false>(sums, out.token_tile * S.tokens, first_row, end_row);
+    const int first_token = out.token_tile * S.tokens;
+    if (!args.transposed) store_by<false>(sums, first_token, first_row, end_row);
+    else if constexpr (S.whole_lines()) store_by<true>(sums, first_token, first_row, end_row);
+    else store_in_lines(sums, first_token, first_row, end_row);
   }
 
   __device__ __forceinline__ float4* slot(int block) const {
@@ -133,21 +135,77 @@ struct GemmW8Finish {
     if (!TRANSPOSED) sync();  // the buffers may be written again
   }
 
+  // y transposed where output tiles do not begin with lines of 128 bytes: stores across two lines take twice as long. So 128
+  // tokens of each row wait in all buffers together, token t at t % 128, and leave line by line.
+  __device__ __forceinline__ void store_in_lines(const Sums& sums, int first_token, int first_row, int end_row) const {
+    constexpr int LINE = 64;  // tokens
+    const int lane = thread % WARP, warp = thread / WARP;
+    const int end_token = min(args.m, first_token + S.tokens);
+#pragma unroll
+    for (int first = 0; first < S.tokens; first += LINE) {
+#pragma unroll
+      for (int j = 0; j < LINE / 8; j += 2) {
+        const int i = (first / 8 + j) * 4;
+        if (i >= RESULTS) break;
+        stmatrix_x4(buffers + at_256(warp * TILE_ROWS + lane % 16, (first_token + first) / 8 + j + lane / 16), pair(sums, i),
+                    pair(sums, i + 2), pair(sums, i + 4), pair(sums, i + 6));
+      }
+      sync();
+      put_line((first_token + first) / LINE * LINE, first_token, end_token, first_row, end_row);
+      sync();
+    }
+    const int last = (first_token + (S.tokens - 1) / LINE * LINE) / LINE * LINE;  // of the lines that have left
+    put_line(last + LINE, first_token, end_token, first_row, end_row);
+    sync();  // the buffers may be written again
+  }
+
+  // Byte of a row's 16-byte chunk that begins with token 8 * chunk.
+  __device__ __forceinline__ static int at_256(int row, int chunk) { return row * 256 + ((chunk % 16 ^ row % 8) << 4); }
+
+  // Tokens line .. line + 63 of all rows, as far as they are in the output tile.
+  __device__ __forceinline__ void put_line(int line, int first_token, int end_token, int first_row, int end_row) const {
+    const int token = line + thread % 8 * 8, left = end_token - token;
+    if (token < first_token || left <= 0) return;
+#pragma unroll
+    for (int i = 0; i < WARPGROUP_ROWS; i += WARPGROUP / 8) {
+      const int row = i + thread / 8;
+      if (first_row + row >= end_row) continue;
+      const uint4 v = ld_shared_u32x4(buffers + at_256(row, token / 8));
+      put(static_cast<uint16_t*>(args.y) + int64_t(first_row + row) * args.m + token, v, left);
+    }
+  }
+
+  // As many of eight neighbours as are `left`.
+  __device__ __forceinline__ void put(uint16_t* to, const uint4& v, int left) const {
+    if (args.vectors && left >= 8) {
+      *reinterpret_cast<uint4*>(to) = v;
+    } else {
+      const uint32_t word[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        if (e < left) to[e] = uint16_t(word[e / 2] >> (e % 2 * 16));
+      }
+    }
+  }
+
+  __device__ __forceinline__ static uint32_t pair(const Sums& sums, int i) {
+    return i < RESULTS ? round_pair<T>(sums[i], sums[i + 1]) : 0;
+  }
+
   // Tokens from `first` on; a line is swizzled so that neither way in nor out meets in banks.
   template <bool TRANSPOSED, int STEP>
   __device__ __forceinline__ void write(const Sums& sums, int first, uint32_t buffer) const {
     const int lane = thread % WARP, warp = thread / WARP;
-    const auto pair = [&](int i) { return i < RESULTS ? round_pair<T>(sums[i], sums[i + 1]) : 0; };
 #pragma unroll
     for (int j = 0; j < STEP / 8; j += 2) {
       const int i = (first / 8 + j) * 4;
       if (i >= RESULTS) break;
       if constexpr (TRANSPOSED) {
-        stmatrix_x4(buffer + at(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(i), pair(i + 2), pair(i + 4),
-                    pair(i + 6));
+        stmatrix_x4(buffer + at(warp * TILE_ROWS + lane % 16, j + lane / 16), pair(sums, i), pair(sums, i + 2),
+                    pair(sums, i + 4), pair(sums, i + 6));
       } else {
-        stmatrix_x4_trans(buffer + at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), pair(i), pair(i + 2),
-                          pair(i + 4), pair(i + 6));
+        stmatrix_x4_trans(buffer + at((j + lane / 16) * 8 + lane % 8, warp * 2 + lane / 8 % 2), pair(sums, i),
+                          pair(sums, i + 2), pair(sums, i + 4), pair(sums, i + 6));
       }
     }
   }
@@ -171,16 +229,7 @@ struct GemmW8Finish {
       const int line = (i + thread) / CHUNKS, chunk = thread % CHUNKS, left = columns - chunk * 8;
       if (line >= lines || left <= 0) continue;
       const uint4 v = ld_shared_u32x4(buffer + at(line, chunk));
-      uint16_t* const to = y + line * pitch + chunk * 8;
-      if (args.vectors && left >= 8) {
-        *reinterpret_cast<uint4*>(to) = v;
-      } else {
-        const uint32_t word[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-        for (int e = 0; e < 8; ++e) {
-          if (e < left) to[e] = uint16_t(word[e / 2] >> (e % 2 * 16));
-        }
-      }
+      put(y + line * pitch + chunk * 8, v, left);
     }
   }
 };

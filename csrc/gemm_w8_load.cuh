@@ -52,7 +52,7 @@ struct GemmW8Ring {
   __device__ __forceinline__ uint32_t full(int stage) const { return smem + MAP.barriers + stage * 16; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
   __device__ __forceinline__ uint32_t out(int consumer) const {
-    return smem + MAP.out + consumer * 2 * GemmW8Shared::out_bytes();
+    return smem + MAP.out + consumer * S.out_buffers() * GemmW8Shared::out_bytes();
   }
 
   // One thread, before anybody else uses the ring.

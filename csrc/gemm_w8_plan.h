@@ -25,6 +25,9 @@ struct GemmW8Shape {
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }                       // of a stage
   NF4L_HD constexpr int codes_bytes() const { return row_tiles() * TILE_CODES; }              // of a stage
   NF4L_HD constexpr int lane_results() const { return tokens / 2; }
+  // Whether output tiles of y transposed begin with lines of 128 bytes.
+  NF4L_HD constexpr bool whole_lines() const { return tokens % 64 == 0; }
+  NF4L_HD constexpr int out_buffers() const { return whole_lines() ? 2 : 4; }  // of a consumer
   // Sums of one output tile, float32.
   NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
 };
@@ -46,7 +49,7 @@ constexpr int gemm_w8_shape(int tokens, int consumers) {
 struct GemmW8Shared {
   int x;         // [stages][tokens][64], 16 bit
   int codes;     // [stages][row_tiles][2][512]
-  int out;       // [consumers][2][STORE_TOKENS][64], 16 bit: y on its way out
+  int out;       // [consumers][out_buffers][STORE_TOKENS][64], 16 bit: y on its way out
   int barriers;  // uint64 [stages][full, empty]
   int total;
 
@@ -56,7 +59,7 @@ struct GemmW8Shared {
       : x(0),
         codes(x + shape.stages * shape.x_bytes()),
         out(codes + shape.stages * shape.codes_bytes()),
-        barriers(out + shape.consumers * 2 * out_bytes()),
+        barriers(out + shape.consumers * shape.out_buffers() * out_bytes()),
         total(barriers + shape.stages * 16) {}
 };
 
