@@ -2,11 +2,13 @@
 makes them, tensor cores, and few instructions a conversion."""
 
 import re
-import subprocess
+from collections import Counter
 
 import pytest
 
-from test_sass import CSRC, CUOBJDUMP, NVCC, NVDISASM, opcodes, run
+from nf4linear.bench.linear_w8 import TUNE_GEMM_SHAPES, TUNE_WGMMA_SHAPES
+from sass_wgmma import assert_asynchronous, assert_nothing_for_sm_80, compile_for
+from test_sass import CSRC, NVDISASM, functions, opcodes, run
 from test_sass_small_batch import ARCHITECTURES, assert_nothing_spills, compile_cubin, count, opcodes_of, pytestmark
 
 assert pytestmark  # the same tools are needed here
@@ -58,20 +60,36 @@ def test_instructions_of_a_conversion(code, dtype, tmp_path):
     assert count(counts, r"(HADD2|HFMA2|HMUL2)\S*") <= pairs + 8
 
 
-@pytest.mark.parametrize(("code", "dtype"), KINDS)
-def test_the_hopper_engine(code, dtype, tmp_path):
-    name = f"inst_gemm_w8_{code[2:].lower()}_{'f16' if dtype == '__half' else 'bf16'}.cu"
-    path = tmp_path / "gemm.cubin"
-    flags = ["-cubin", "-gencode=arch=compute_90a,code=sm_90a", "-O3", "-std=c++17", "-Xptxas=-v", f"-I{CSRC}"]
-    done = subprocess.run([NVCC, *flags, str(CSRC / name), "-o", str(path)], capture_output=True, text=True, check=True)
-    # ptxas says so where it makes wgmma wait for each other.
-    assert not re.search(r"C75\d\d", done.stdout + done.stderr)
-    usage = run(CUOBJDUMP, "-res-usage", str(path))
-    found = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
-    shapes = re.findall(r"\{\d+, \d+, \d+\}", (CSRC / "gemm_w8_plan.h").read_text())
-    assert len(found) == len(shapes) and all((stack, local) == ("0", "0") for _, stack, local in found)
-    code_lines = run(NVDISASM, "-c", str(path))
-    assert len(re.findall(r"\bHGMMA\b|\bHGMMA\.", code_lines)) >= 4 * len(shapes)
+def count_of(kernel: str) -> Counter[str]:
+    return Counter(op.split(".")[0] for op in opcodes(kernel))
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+def test_the_wgmma_engine(dtype, tmp_path):
+    cubin, said = compile_for("90a", f"inst_small_wgmma_w8_{dtype}.cu", tmp_path)
+    assert_asynchronous(said, 4 * len(TUNE_WGMMA_SHAPES))  # both kinds of codes and of scales
+    bursts = Counter()
+    for name, code in functions(cubin).items():
+        count = count_of(code)
+        bursts[count["HGMMA"] // 4] += 1
+        # Codes by bulk copies, x and group scales by boxes, weights before the kernel in front has ended.
+        assert count["UBLKCP"] >= 1 and count["UTMALDG"] >= 1 and count["USETMAXREG"] == 2, name
+        assert count["ACQBULK"] == 2 and count["PREEXIT"] == 1, name
+    assert bursts == Counter({b: 4 * n for b, n in Counter(burst for *_, burst in TUNE_WGMMA_SHAPES).items()})
+
+
+@pytest.mark.parametrize("dtype", ["f16", "bf16"])
+@pytest.mark.parametrize("code", ["s8", "u8"])
+def test_the_prefill_engine(code, dtype, tmp_path):
+    cubin, said = compile_for("90a", f"inst_gemm_w8_{code}_{dtype}.cu", tmp_path)
+    assert_asynchronous(said, len(TUNE_GEMM_SHAPES))
+    for name, kernel in functions(cubin).items():
+        assert count_of(kernel)["HGMMA"] == 4, name  # a k tile
+
+
+def test_hopper_engines_are_nothing_elsewhere(tmp_path):
+    assert_nothing_for_sm_80("inst_gemm_w8_s8_f16.cu", len(TUNE_GEMM_SHAPES), tmp_path)
+    assert_nothing_for_sm_80("inst_small_wgmma_w8_f16.cu", 4 * len(TUNE_WGMMA_SHAPES), tmp_path)
 
 
 @pytest.mark.slow
