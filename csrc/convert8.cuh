@@ -7,12 +7,12 @@
 //          1152 (S8) away.
 //   bf16   has seven bits of mantissa, so bit 7 goes its own way. Under the exponent of 128 the other seven are
 //          128 + low.
-//          S8  takes from that 256 where bit 7 is 0 and 128 where it is 1: bit 7 inverted is the last bit of the exponent.
-//          U8  takes 128 where bit 7 is 0: PRMT makes 0xff00 of an inverted byte's bit 7, which is -2^127 as a number, and
-//              one fused multiply-add brings that to -128.
+//          S8  takes from that 256 where bit 7 is 0, 128 where it is 1: inverted, it is the last bit of the exponent.
+//          U8  takes 128 where bit 7 is 0: PRMT makes 0xff00 of an inverted byte's bit 7, which is -2^127 as a number,
+//              and one fused multiply-add brings that to -128.
 //
-// Instructions of the tensor cores' neighbours, the 16-bit adders, weigh more than those of the integer pipe: beside wgmma, a
-// second one for each pair costs 4 % of a whole product, two LOP3 nothing. So there is one in each.
+// Instructions of the tensor cores' neighbours, the 16-bit adders, weigh more than those of the integer pipe: beside
+// wgmma, a second one for each pair costs 4 % of a whole product, two LOP3 nothing. So there is one in each.
 //
 // The plain way (widen, I2F, F2F, pack) takes about ten instructions a pair on slower pipes; `nf4linear lab convert`
 // counts and times both.

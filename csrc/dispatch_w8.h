@@ -1,6 +1,8 @@
-// Which engine takes a linear call with 8-bit weights: launch tables as data, and the pure function that reads them. Plain C++.
+// Which engine takes a linear call with 8-bit weights: launch tables as data, and the pure function that reads them.
+// Plain C++.
 //
-// Times are microseconds on an H200, cold L2, "plain | dependent" launches, bfloat16 (docs/kernel-log.md has the sweeps).
+// Times are microseconds on an H200, cold L2, "plain | dependent" launches, bfloat16 (docs/kernel-log.md has the
+// sweeps).
 #ifndef NF4LINEAR_DISPATCH_W8_H
 #define NF4LINEAR_DISPATCH_W8_H
 
@@ -44,8 +46,8 @@ constexpr SmallWgmmaW8Row SMALL_WGMMA_W8_TABLE[] = {
 // A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less.
 constexpr int LEAST_W8_TILES = 8;
 
-// More tokens than 64: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that, but few
-// tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
+// More tokens than 64: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that,
+// but few tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
 struct GemmW8Cost {
   int shape;   // in GEMM_W8_SHAPES
   int k_tile;  // of one output tile
@@ -90,7 +92,8 @@ struct W8Picker {
 
   bool wgmma(int shape, int least_units) {
     if (!device.wgmma) return false;
-    if (!plan_small_wgmma_w8(w.n, w.k, shape, least_units, device.sms, device.shared_bytes, launch.wgmma_plan)) return false;
+    if (!plan_small_wgmma_w8(w.n, w.k, shape, least_units, device.sms, device.shared_bytes, launch.wgmma_plan))
+      return false;
     launch.engine = W8Launch::wgmma;
     return true;
   }
@@ -102,8 +105,8 @@ struct W8Picker {
     return true;
   }
 
-  // What the tuning flags ask for: a shape of the small-batch engine and slices, behind those one of the wgmma engine and the
-  // fewest units of a block, behind those one of the prefill engine and 1 to keep output tiles whole.
+  // What the tuning flags ask for: a shape of the small-batch engine and slices, behind those one of the wgmma engine
+  // and the fewest units of a block, behind those one of the prefill engine and 1 to keep output tiles whole.
   bool tuned(int shape, int cut) {
     if (shape < SMALL_W8_SHAPE_COUNT) return a.m <= SMALL_W8_SHAPES[shape].tokens && small(shape, cut > 0 ? cut : 1);
     shape -= SMALL_W8_SHAPE_COUNT;

@@ -1,18 +1,19 @@
-// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias where multiplying takes longer than reading, and from
-// a few tokens up where mma.sync has too little to do.
+// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias where multiplying takes longer than reading,
+// and from a few tokens up where mma.sync has too little to do.
 //
-// The weight is the 64-row operand of wgmma m64nNk16, converted in registers (convert8.cuh); the tokens are its N columns, read
-// from shared memory by the tensor cores. A block is one thread that feeds and two or four warpgroups that multiply, 64 rows of
-// an output tile each. A k tile of 64 inputs travels through a ring in shared memory: two copies fill a stage, x [tokens][64]
-// and the codes of all row tiles.
+// The weight is the 64-row operand of wgmma m64nNk16, converted in registers (convert8.cuh); the tokens are its N
+// columns, read from shared memory by the tensor cores. A block is one thread that feeds and two or four warpgroups
+// that multiply, 64 rows of an output tile each. A k tile of 64 inputs travels through a ring in shared memory: two
+// copies fill a stage, x [tokens][64] and the codes of all row tiles.
 //
-// There is no scale in the loop: that of a row multiplies the finished sums. So the instructions between two wgmma are few, and
-// each warpgroup goes its own way, converting behind what it has given to the tensor cores. A k16 step s:
+// There is no scale in the loop: that of a row multiplies the finished sums. So the instructions between two wgmma are
+// few, and each warpgroup goes its own way, converting behind what it has given to the tensor cores. A k16 step s:
 //
 //     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
 //
-// Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row blocks
-// are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h, gemm_w8_finish.cuh).
+// Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row
+// blocks are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h,
+// gemm_w8_finish.cuh).
 #pragma once
 
 #include <cuda_runtime.h>

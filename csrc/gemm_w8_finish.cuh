@@ -1,5 +1,5 @@
-// The way out of the Hopper engine for 8-bit weights: an output tile's sums gathered, scaled, rounded and stored. The engine
-// itself, with the story of all its files, is gemm_w8.cuh.
+// The way out of the Hopper engine for 8-bit weights: an output tile's sums gathered, scaled, rounded and stored. The
+// engine itself, with the story of all its files, is gemm_w8.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,8 +14,8 @@
 
 namespace nf4l {
 
-// A consumer's part of output tiles. Consumers have nothing to do with each other here: each has its barrier, its part of the
-// slots and its byte of the flags.
+// A consumer's part of output tiles. Consumers have nothing to do with each other here: each has its barrier, its part
+// of the slots and its byte of the flags.
 template <class T, int SHAPE>
 struct GemmW8Finish {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
@@ -29,10 +29,10 @@ struct GemmW8Finish {
 
   // The sums of a piece.
   //
-  // An output tile that several blocks share belongs to the one that begins it: it has the tile last in its stretch, the
-  // others have theirs first. They leave their sums in their slot and go on, waiting for nobody, and the owner adds them up
-  // when it is done itself, in order: the same bits at every call. Of the blocks that run, only the last to have started can
-  // wait for one that has not.
+  // An output tile that several blocks share belongs to the one that begins it: it has the tile last in its stretch,
+  // the others have theirs first. They leave their sums in their slot and go on, waiting for nobody, and the owner adds
+  // them up when it is done itself, in order: the same bits at every call. Of the blocks that run, only the last to
+  // have started can wait for one that has not.
   __device__ __forceinline__ void operator()(Sums& sums, const GemmPieces& piece) const {
     if (piece.begin > 0) {
       leave(sums);
@@ -46,8 +46,7 @@ struct GemmW8Finish {
 
   // Asks for the row maxima that the end of a piece will need.
   __device__ __forceinline__ void prefetch(const GemmPieces& piece) const {
-    const int row =
-        OutTile(args.cut, piece.tile).row_block * S.block_rows() + consumer * WARPGROUP_ROWS;
+    const int row = OutTile(args.cut, piece.tile).row_block * S.block_rows() + consumer * WARPGROUP_ROWS;
     if (piece.begin == 0 && thread < WARPGROUP_ROWS && row + thread < args.n)
       prefetch_l1(args.row_maxima + row + thread);
   }
@@ -118,8 +117,8 @@ struct GemmW8Finish {
     }
   }
 
-  // Through shared memory, so that y is written in lines of 128 bytes: 32 tokens x 64 rows at once, in two buffers that take
-  // turns, or transposed 64 rows x 64 tokens, in both together.
+  // Through shared memory, so that y is written in lines of 128 bytes: 32 tokens x 64 rows at once, in two buffers that
+  // take turns, or transposed 64 rows x 64 tokens, in both together.
   template <bool TRANSPOSED>
   __device__ __forceinline__ void store_by(const Sums& sums, int first_token, int first_row, int end_row) const {
     constexpr int STEP = TRANSPOSED ? 2 * S.STORE_TOKENS : S.STORE_TOKENS;
@@ -135,8 +134,8 @@ struct GemmW8Finish {
     if (!TRANSPOSED) sync();  // the buffers may be written again
   }
 
-  // y transposed where output tiles do not begin with lines of 128 bytes: stores across two lines take twice as long. So 128
-  // tokens of each row wait in all buffers together, token t at t % 128, and leave line by line.
+  // y transposed where output tiles do not begin with lines of 128 bytes: stores across two lines take twice as long.
+  // So 128 tokens of each row wait in all buffers together, token t at t % 128, and leave line by line.
   __device__ __forceinline__ void store_in_lines(const Sums& sums, int first_token, int first_row, int end_row) const {
     constexpr int LINE = 64;  // tokens
     const int lane = thread % WARP, warp = thread / WARP;
@@ -147,8 +146,8 @@ struct GemmW8Finish {
       for (int j = 0; j < LINE / 8; j += 2) {
         const int i = (first / 8 + j) * 4;
         if (i >= RESULTS) break;
-        stmatrix_x4(buffers + at_256(warp * TILE_ROWS + lane % 16, (first_token + first) / 8 + j + lane / 16), pair(sums, i),
-                    pair(sums, i + 2), pair(sums, i + 4), pair(sums, i + 6));
+        stmatrix_x4(buffers + at_256(warp * TILE_ROWS + lane % 16, (first_token + first) / 8 + j + lane / 16),
+                    pair(sums, i), pair(sums, i + 2), pair(sums, i + 4), pair(sums, i + 6));
       }
       sync();
       put_line((first_token + first) / LINE * LINE, first_token, end_token, first_row, end_row);

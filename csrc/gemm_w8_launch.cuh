@@ -51,8 +51,8 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
   if (const int status = encode_activations(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens, 1))
     return status;
   const int row_tiles = int(ceil_div(w.n, TILE_ROWS));
-  const int status =
-      encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES, GEMM_W8_SHAPES[plan.shape].row_tiles());
+  const int status = encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES,
+                                  GEMM_W8_SHAPES[plan.shape].row_tiles());
   if (status) return status;
   const auto launch = gemm_w8_launcher<Code, T>(plan.shape, std::make_index_sequence<GEMM_W8_SHAPE_COUNT>());
   return launch(plan, a, l.flags & NF4L_DEPENDENT_LAUNCH, target);

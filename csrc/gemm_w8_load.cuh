@@ -1,5 +1,5 @@
-// The way in of the Hopper engine for 8-bit weights: its arguments, its ring, and the thread that feeds it. The engine itself,
-// with the story of all its files, is gemm_w8.cuh.
+// The way in of the Hopper engine for 8-bit weights: its arguments, its ring, and the thread that feeds it. The engine
+// itself, with the story of all its files, is gemm_w8.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -65,8 +65,8 @@ struct GemmW8Ring {
   }
 };
 
-// The feeding thread. A copy takes the copy engine 45 ns whatever its size, so that x and the codes of a k tile are one each.
-// What lies beyond the last token or row tile is zero.
+// The feeding thread. A copy takes the copy engine 45 ns whatever its size, so that x and the codes of a k tile are one
+// each. What lies beyond the last token or row tile is zero.
 template <int SHAPE>
 struct GemmW8Feeder {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];

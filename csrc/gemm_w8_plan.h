@@ -1,5 +1,5 @@
-// The Hopper engine for 8-bit weights seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a
-// block's shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
+// The Hopper engine for 8-bit weights seen from the host: its compiled shapes, how a call is cut into blocks, and the
+// map of a block's shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
 #ifndef NF4LINEAR_GEMM_W8_PLAN_H
 #define NF4LINEAR_GEMM_W8_PLAN_H
 
@@ -22,8 +22,8 @@ struct GemmW8Shape {
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
   NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
-  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }                       // of a stage
-  NF4L_HD constexpr int codes_bytes() const { return row_tiles() * TILE_CODES; }              // of a stage
+  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }           // of a stage
+  NF4L_HD constexpr int codes_bytes() const { return row_tiles() * TILE_CODES; }  // of a stage
   NF4L_HD constexpr int lane_results() const { return tokens / 2; }
   // Whether output tiles of y transposed begin with lines of 128 bytes.
   NF4L_HD constexpr bool whole_lines() const { return tokens % 64 == 0; }
@@ -34,7 +34,10 @@ struct GemmW8Shape {
 
 // Everything that is compiled, for each kind of codes and 16-bit type.
 constexpr GemmW8Shape GEMM_W8_SHAPES[] = {
-    {128, 2, 8}, {192, 2, 6}, {216, 2, 5}, {256, 2, 5},
+    {128, 2, 8},
+    {192, 2, 6},
+    {216, 2, 5},
+    {256, 2, 5},
 };
 constexpr int GEMM_W8_SHAPE_COUNT = sizeof(GEMM_W8_SHAPES) / sizeof(GEMM_W8_SHAPES[0]);
 
@@ -65,17 +68,19 @@ struct GemmW8Shared {
 
 // One launch.
 struct GemmW8Plan {
-  int shape;            // in GEMM_W8_SHAPES
+  int shape;  // in GEMM_W8_SHAPES
   GemmCut cut;
   int shared_bytes;
   int64_t workspace_bytes;  // 0 where nothing is cut; else a slot a block, and a set of flags at the end
 };
 
-// False when nothing fits, or when an index would leave 32 bits. `cut`: output tiles that do not fill a wave are cut along k.
+// False when nothing fits, or when an index would leave 32 bits. `cut`: output tiles that do not fill a wave are cut
+// along k.
 inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool cut, int sms, int shared_limit,
                          GemmW8Plan& plan) {
   const GemmW8Shape shape = GEMM_W8_SHAPES[shape_index];
-  const int64_t token_tiles = ceil_div(m, shape.tokens), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
+  const int64_t token_tiles = ceil_div(m, shape.tokens), row_blocks = ceil_div(n, shape.block_rows()),
+                k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
   if (token_tiles > INT32_MAX / 2 / row_blocks) return false;

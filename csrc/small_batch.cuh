@@ -124,8 +124,8 @@ struct Results {
     }
   }
 
-  // Rounding and output of row group `group`. `result_of(row)` gives what makes a result of a sum of that row; the results of a
-  // row are `token_stride` values of y apart, those of a token `row_stride`.
+  // Rounding and output of row group `group`. `result_of(row)` gives what makes a result of a sum of that row; the
+  // results of a row are `token_stride` values of y apart, those of a token `row_stride`.
   template <class T, class Args, class ResultOf>
   __device__ __forceinline__ void store(const Args& a, int64_t token_stride, int64_t row_stride, int group, int lane,
                                         ResultOf result_of) const {
@@ -187,7 +187,8 @@ struct ScaleBuffer {
 
 // Bias and output of row group `group`.
 template <class T, int R, int TOKENS>
-__device__ __forceinline__ void store_biased(const SmallBatchArgs& a, const Results<R, TOKENS>& sum, int group, int lane) {
+__device__ __forceinline__ void store_biased(const SmallBatchArgs& a, const Results<R, TOKENS>& sum, int group,
+                                             int lane) {
   sum.template store<T>(a, a.n, 1, group, lane, [&](int row) {
     const float bias = a.bias ? to_float(static_cast<const T*>(a.bias)[row]) : 0.0f;
     return [bias](float v) { return v + bias; };

@@ -1,13 +1,13 @@
 // Engine: y[m, n] = x[m, k] * weight^T + bias for few tokens and 8-bit weights, where the time is that of reading the
 // weight once.
 //
-// It is the small-batch engine (small_batch.cuh) with another way in: row groups, units, stretches, tails and slices are
-// the same. An 8-bit weight is converted in registers (convert8.cuh), so shared memory has nothing to do but to feed the
-// tensor cores, and holds what is on its way: each warp keeps a ring of bursts full by bulk copies and waits for nobody
-// else.
+// It is the small-batch engine (small_batch.cuh) with another way in: row groups, units, stretches, tails and slices
+// are the same. An 8-bit weight is converted in registers (convert8.cuh), so shared memory has nothing to do but to
+// feed the tensor cores, and holds what is on its way: each warp keeps a ring of bursts full by bulk copies and waits
+// for nobody else.
 //
-//     a unit     wait for the burst in hand | 4 tiles of 64 inputs: read 2 x 16 bytes a lane, convert, 4 mma a token tile |
-//                refill the stage
+//   a unit   wait for the burst in hand | 4 tiles of 64 inputs: read 2 x 16 bytes a lane, convert, 4 mma for 8 tokens |
+//            refill the stage
 //
 // One scale a row multiplies the finished sum. Group scales multiply the product of their group, like block scales.
 //
@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(WARPS* WARP, 1) small_w8_kernel(const __grid_c
     weights.start();
     cp_async_wait_group(args.stages);
   } else {
-    // What is asked for later arrives later, and without x nothing begins: it goes first, where it need not be waited for.
+    // What is asked for later arrives later, and without x nothing begins: it goes first, where it need not be waited
+    // for.
     if (!args.dependent) X::load_async(args, work, x_smem);
     weights.start();
     if (args.dependent) {

@@ -58,16 +58,16 @@ inline SmallW8Args small_w8_args(const SmallW8Plan& plan, const nf4l_weight& w, 
   return a;
 }
 
-// Copies to shared memory by the copy engine, a burst of a row tile at once, or by each lane for itself: 16 bytes that it
-// alone will read. Only Hopper and later have the engine.
+// Copies to shared memory by the copy engine, a burst of a row tile at once, or by each lane for itself: 16 bytes that
+// it alone will read. Only Hopper and later have the engine.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 constexpr bool LANE_COPIES = true;
 #else
 constexpr bool LANE_COPIES = false;
 #endif
 
-// The weight of a warp's stretch, `stages` bursts ahead of its use. Stage s is refilled as soon as the warp has used it, so
-// the ring needs no barrier between warps.
+// The weight of a warp's stretch, `stages` bursts ahead of its use. Stage s is refilled as soon as the warp has used
+// it, so the ring needs no barrier between warps.
 template <int R, bool GROUPED, int WARPS>
 struct W8Stream {
   const SmallW8Args& args;

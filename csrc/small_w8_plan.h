@@ -89,7 +89,8 @@ inline bool plan_small_w8(const EightBitProblem& p, int shape_index, int slices,
     int64_t parts = sms / cut < 1 ? 1 : sms / cut;
     parts = parts < groups ? parts : groups;
     parts = parts < MAX_PARTS ? parts : MAX_PARTS;
-    // No more stages than a warp has bursts, and where it can be, no more than leave room for a block of the next launch.
+    // No more stages than a warp has bursts, and where it can be, no more than leave room for a block of the next
+    // launch.
     const int64_t units = ceil_div(ceil_div(groups, parts) * (slice_tiles / BURST), shape.warps);
     const auto shared = [&](int64_t stages) {
       return SmallW8Shared(shape, p.group_tiles, int(slice_tiles), int(stages)).total;

@@ -1,12 +1,12 @@
-// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias for 9..128 tokens, where mma.sync has too little to do for each
-// weight that is decoded.
+// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias for 9..128 tokens, where mma.sync has too little to do for
+// each weight that is decoded.
 //
 // The weight is the 64-row operand of wgmma m64nNk16, in registers, and the tokens are its N columns. So each weight is
 // decoded once, by table look-up (decode.cuh), and x is read from shared memory by the tensor cores themselves.
 //
-// A block is one warpgroup that copies and two to four that multiply, 64 rows each. Units are (row block, burst of four or two
-// tiles of 64 inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch of it, so
-// that all end together whatever the shape. A unit travels through a ring in shared memory:
+// A block is one warpgroup that copies and two to four that multiply, 64 rows each. Units are (row block, burst of four
+// or two tiles of 64 inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch
+// of it, so that all end together whatever the shape. A unit travels through a ring in shared memory:
 //
 //     producer     wait empty | three boxes by TMA: x [burst][tokens][64], codes and scales of all row tiles | -> full
 //                                                                                                               |
@@ -15,8 +15,8 @@
 //     a tile       fence | 4 wgmma, one a k16 step | commit | decode the next tile | wait | sum += scale * product
 //
 // The look-ups of the next tile run while the tensor cores work on this one: registers `a` hold two tiles. With two
-// accumulators the wait is for the tile before, and its scaling overlaps too. ptxas gives up asynchrony altogether (C7514)
-// when an accumulator is in use across the loop's back edge, so the last tile of a unit is always waited for.
+// accumulators the wait is for the tile before, and its scaling overlaps too. ptxas gives up asynchrony altogether
+// (C7514) when an accumulator is in use across the loop's back edge, so the last tile of a unit is always waited for.
 //
 // Scaling after the product costs less than scaling weights, and only the centroids are rounded to 16 bits, never the
 // scales.
@@ -43,8 +43,8 @@
 
 namespace nf4l {
 
-// Block scales of the unit in hand, float32, in a buffer of the warp's own: [TILES][16], element 2 g + h of a tile is row
-// g + 8 h.
+// Block scales of the unit in hand, float32, in a buffer of the warp's own: [TILES][16], element 2 g + h of a tile is
+// row g + 8 h.
 template <int TILES>
 struct WarpScales {
   const SmallWgmmaArgs& args;
@@ -52,7 +52,8 @@ struct WarpScales {
   float nested_offset;
   int block;  // of (row g of the row tile, tile 0), counted from the first second-level group at hand
 
-  // `codes` of this row tile, whose unit begins with `tile`. Lane (g, t) decodes those of rows g and g + 8 for its tile t.
+  // `codes` of this row tile, whose unit begins with `tile`. Lane (g, t) decodes those of rows g and g + 8 for its tile
+  // t.
   __device__ __forceinline__ void decode(uint32_t codes, int tile, int lane) const {
     const int g = lane / 4, t = lane % TILES;
     float2 scale;
@@ -131,8 +132,8 @@ struct Consumer {
     for (int i = 0; i < RESULTS; ++i) sum[i] = fmaf(d[i], i & 2 ? scale.y : scale.x, sum[i]);
   }
 
-  // One unit, of which tile 0 is decoded and the next codes are loaded; does the same for the next one if there are `more`.
-  // Whatever a tile needs is asked for before, so that nothing but wgmma is waited for between them.
+  // One unit, of which tile 0 is decoded and the next codes are loaded; does the same for the next one if there are
+  // `more`. Whatever a tile needs is asked for before, so that nothing but wgmma is waited for between them.
   __device__ __forceinline__ void multiply(bool more) {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
@@ -216,7 +217,8 @@ __device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallW
 
 // Multiplies and finishes, row block by row block.
 template <class T, int SHAPE>
-__device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretch& stretch, char* smem, int warp, int lane) {
+__device__ __forceinline__ void consume(const SmallWgmmaArgs& args, const Stretch& stretch, char* smem, int warp,
+                                        int lane) {
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
   const bool nested = args.nested_code != nullptr;
   const SmallWgmmaShared map(S, nested, 0);

@@ -1,5 +1,5 @@
-// The wgmma engine's ways out: sums of several warpgroups and blocks made one, and stored. The engine itself, with the story
-// of all its files, is small_wgmma.cuh.
+// The wgmma engine's ways out: sums of several warpgroups and blocks made one, and stored. The engine itself, with the
+// story of all its files, is small_wgmma.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,15 +14,15 @@
 
 namespace nf4l {
 
-// A row block that several blocks share is the tail of the block that begins it, its owner, and the head of the others. They
-// leave their sums in a slot of theirs and go on, and the owner adds the others' to its own when it is done itself; or, where
-// all end together (Sharers::spread), each of them adds up some of the tokens: the same bits at every call. Nobody waits before it
-// has left all that others wait for, so that only blocks which have not started can be waited for long: by the few that
-// share a row block with them.
+// A row block that several blocks share is the tail of the block that begins it, its owner, and the head of the others.
+// They leave their sums in a slot of theirs and go on, and the owner adds the others' to its own when it is done
+// itself; or, where all end together (Sharers::spread), each of them adds up some of the tokens: the same bits at every
+// call. Nobody waits before it has left all that others wait for, so that only blocks which have not started can be
+// waited for long: by the few that share a row block with them.
 //
-// Counters between blocks are a courier's business, a thread that does nothing else: no warp that multiplies waits until a
-// sum has reached memory, or asks for one that is already there. The owner's counter counts the sums that were left; where
-// several wait for it, then those that have seen it, and the last of them clears it.
+// Counters between blocks are a courier's business, a thread that does nothing else: no warp that multiplies waits
+// until a sum has reached memory, or asks for one that is already there. The owner's counter counts the sums that were
+// left; where several wait for it, then those that have seen it, and the last of them clears it.
 struct Mailbox {
   enum Which { HEAD, TAIL };
 
@@ -76,7 +76,8 @@ struct Mailbox {
   }
 };
 
-// A thread's sums of one row block, and who adds what to them. Engine: the type of y, the shape, and what a call consists of.
+// A thread's sums of one row block, and who adds what to them. Engine: the type of y, the shape, and what a call
+// consists of.
 template <class Engine>
 struct Finish {
   using T = typename Engine::Type;
@@ -154,8 +155,8 @@ struct Finish {
     }
   }
 
-  // Each of the sharers: every count-th eight of the tokens, beginning with that of its rank. The loads of two are under way at
-  // once.
+  // Each of the sharers: every count-th eight of the tokens, beginning with that of its rank. The loads of two are
+  // under way at once.
   __device__ __forceinline__ void add_up(int row_block, Mailbox::Which which) const {
     const Sharers sharers(args.deal, row_block, args.bursts);
     const int count = sharers.count();
@@ -169,7 +170,8 @@ struct Finish {
       for (int j = 0; j < 2; ++j) {
 #pragma unroll
         for (int s = 0; s < Sharers::MOST_SPREAD; ++s) {
-          const float4* from = slot(sharers.owner + s, s == 0 ? Mailbox::TAIL : Mailbox::HEAD) + (eight + j * count) * COLUMN;
+          const auto which = s == 0 ? Mailbox::TAIL : Mailbox::HEAD;
+          const float4* from = slot(sharers.owner + s, which) + (eight + j * count) * COLUMN;
           v[j][s] = s < count && eight + j * count < EIGHTS ? __ldcg(from) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
         }
       }
@@ -199,7 +201,9 @@ struct Finish {
       const bool low = row < args.n, high = row + 8 < args.n;
       const T* const b = static_cast<const T*>(args.bias);
       bias = {b && low ? to_float(b[row]) : 0.0f, b && high ? to_float(b[row + 8]) : 0.0f};
-      if constexpr (Engine::ROW_SCALES) scale = {low ? args.row_scale(row) : 0.0f, high ? args.row_scale(row + 8) : 0.0f};
+      if constexpr (Engine::ROW_SCALES) {
+        scale = {low ? args.row_scale(row) : 0.0f, high ? args.row_scale(row + 8) : 0.0f};
+      }
     }
 
     __device__ __forceinline__ float4 result(const float4& v) const {
@@ -212,8 +216,8 @@ struct Finish {
     }
   };
 
-  // Rounding and output of the results for eight tokens. y wants neighbouring rows together, so 8x8 matrices are transposed
-  // on the way; not so y transposed.
+  // Rounding and output of the results for eight tokens. y wants neighbouring rows together, so 8x8 matrices are
+  // transposed on the way; not so y transposed.
   __device__ __forceinline__ void store(const float4& sums, int eight, int row_block, const Rows& rows) const {
     const int lane = threadIdx.x % WARP, g = lane / 4, t = lane % 4, row = first_row(row_block);
     const float4 v = rows.result(sums);

@@ -1,5 +1,5 @@
-// The wgmma engine's ways in: what a block works on, and the warps that feed its rings. The engine itself, with the story of
-// all its files, is small_wgmma.cuh.
+// The wgmma engine's ways in: what a block works on, and the warps that feed its rings. The engine itself, with the
+// story of all its files, is small_wgmma.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -103,8 +103,8 @@ struct SmallWgmmaMaps {
   CUtensorMap x, codes, scales;
 };
 
-// The thread that feeds the ring. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three boxes:
-// those of all row tiles together. Outside of the tensors they read zeros.
+// The thread that feeds the ring. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three
+// boxes: those of all row tiles together. Outside of the tensors they read zeros.
 template <int SHAPE>
 struct Producer {
   static constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
@@ -169,7 +169,8 @@ struct Producer {
     const bool nested = args.nested_code != nullptr;
     const int scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
     mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
-    cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, tile * (TILE_BYTES / 8), row_tile, ring.full(stage), policy);
+    cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, tile * (TILE_BYTES / 8), row_tile, ring.full(stage),
+                            policy);
     // Both kinds of scales take 64 bytes for 16 rows; codes cover four tiles, float32 scales one.
     cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? tile / BURST : tile) * 8, row_tile,
                             ring.full(stage), policy);

@@ -1,5 +1,5 @@
-// The wgmma engine seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a block's shared
-// memory. Plain C++, so that tests and dispatch.h need no CUDA.
+// The wgmma engine seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a block's
+// shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
 #ifndef NF4LINEAR_SMALL_WGMMA_PLAN_H
 #define NF4LINEAR_SMALL_WGMMA_PLAN_H
 
@@ -93,8 +93,9 @@ struct SmallWgmmaPlan {
   int64_t workspace_bytes;  // 0 where no row block is cut; else two slots a block, and a set of counters at the end
 };
 
-// Units of the longest stretch, for `units` units on `sms` SMs. A stretch that divides a row block leaves no block with parts of
-// two, and then all that share one add it up together; where it takes many to a row block, that is worth a sixteenth more.
+// Units of the longest stretch, for `units` units on `sms` SMs. A stretch that divides a row block leaves no block with
+// parts of two, and then all that share one add it up together; where it takes many to a row block, that is worth a
+// sixteenth more.
 inline int64_t stretch_units(int64_t units, int64_t bursts, int64_t sms, int64_t least) {
   const int64_t needed = ceil_div(units, sms), shortest = needed > least ? needed : least;
   const int64_t longest = shortest * 3 <= bursts ? shortest * 17 / 16 : shortest;
@@ -121,7 +122,8 @@ inline WgmmaCut cut_units(int64_t units, int64_t bursts, int64_t sms, int64_t le
   return {int(blocks), {int(base), int(extra)}, bursts > 1 && (extra > 0 || base % bursts > 0)};
 }
 
-// Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32 bits.
+// Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32
+// bits.
 inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least_units, int sms, int shared_limit,
                              SmallWgmmaPlan& plan) {
   const SmallWgmmaShape shape = SMALL_WGMMA_SHAPES[shape_index];

@@ -1,8 +1,9 @@
 // Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias for 17 to 64 tokens.
 //
-// It is the wgmma engine (small_wgmma.cuh) for weights that need no table: units, stretches, the ring, the courier and the ways
-// out are the same. A byte is converted in registers (convert8.cuh) and a row's scale multiplies the finished sum, so there is
-// one accumulator, to which every k16 step adds; each warpgroup converts behind what it has given to the tensor cores:
+// It is the wgmma engine (small_wgmma.cuh) for weights that need no table: units, stretches, the ring, the courier and
+// the ways out are the same. A byte is converted in registers (convert8.cuh) and a row's scale multiplies the finished
+// sum, so there is one accumulator, to which every k16 step adds; each warpgroup converts behind what it has given to
+// the tensor cores:
 //
 //     a k16 step s     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
 //
@@ -92,8 +93,8 @@ struct W8Consumer {
     convert(1);
   }
 
-  // One unit, of which two steps are converted; does the same for the next one if there are `more`. The first unit of a row
-  // block takes the place of the sums, later ones are added.
+  // One unit, of which two steps are converted; does the same for the next one if there are `more`. The first unit of a
+  // row block takes the place of the sums, later ones are added.
   __device__ __forceinline__ void multiply(bool add, bool more) {
     const int stage = at.stage;
     const uint64_t x_of_unit = wgmma_descriptor(ring.x(stage));

@@ -40,7 +40,8 @@ inline int encode_maps(SmallWgmmaW8Args& a, SmallWgmmaW8Shape shape, const nf4l_
   if (const int s = encode_activations(a.x, half, l.x, l.m, w.k, x_row_bytes, shape.tokens, shape.burst)) return s;
   if (w.blocksize == 0) return NF4L_OK;
   const int group_bytes = TILE_ROWS * 4, groups = a.k_tiles >> a.group_shift, box_groups = shape.burst >> a.group_shift;
-  return encode_bytes(a.scales, w.scales, a.row_tiles, groups * group_bytes, shape.row_tiles(), box_groups * group_bytes);
+  return encode_bytes(a.scales, w.scales, a.row_tiles, groups * group_bytes, shape.row_tiles(),
+                      box_groups * group_bytes);
 }
 
 template <class T>
@@ -65,7 +66,8 @@ int run_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const nf4l_weight& w, const
   a.slots = static_cast<float4*>(workspace.sums);
   a.arrived = workspace.arrivals;
   const bool grouped = w.blocksize > 0;
-  if (const int status = encode_maps(a, SMALL_WGMMA_W8_SHAPES[plan.shape], w, l, std::is_same_v<T, __half>)) return status;
+  if (const int status = encode_maps(a, SMALL_WGMMA_W8_SHAPES[plan.shape], w, l, std::is_same_v<T, __half>))
+    return status;
   const auto all = std::make_index_sequence<SMALL_WGMMA_W8_SHAPE_COUNT>();
   const auto launch = w.format == NF4L_W8_S8 ? small_wgmma_w8_launcher<W8S8, T>(plan.shape, grouped, all)
                                              : small_wgmma_w8_launcher<W8U8, T>(plan.shape, grouped, all);

@@ -1,5 +1,5 @@
-// The way in of the wgmma engine for 8-bit weights: its arguments, its ring, and the thread that feeds it. The engine itself,
-// with the story of all its files, is small_wgmma_w8.cuh.
+// The way in of the wgmma engine for 8-bit weights: its arguments, its ring, and the thread that feeds it. The engine
+// itself, with the story of all its files, is small_wgmma_w8.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -49,10 +49,10 @@ struct W8Ring {
   __device__ __forceinline__ uint32_t mailbox() const { return smem + MAP.barriers + S.stages * 16; }
 };
 
-// The warp that feeds the ring. A unit is a box of x, one of group scales, and for each row tile a copy of its codes, which lie
-// together: read so, the weight comes 7 % faster than in one box, as long as copies (45 ns each for the copy engine) keep up.
-// Outside of the tensors boxes read zeros. Codes that do not exist keep what is there: every byte stands for a number, and its
-// activations are zero or its row is not stored.
+// The warp that feeds the ring. A unit is a box of x, one of group scales, and for each row tile a copy of its codes,
+// which lie together: read so, the weight comes 7 % faster than in one box, as long as copies (45 ns each for the copy
+// engine) keep up. Outside of the tensors boxes read zeros. Codes that do not exist keep what is there: every byte
+// stands for a number, and its activations are zero or its row is not stored.
 template <int SHAPE, bool GROUPED>
 struct W8Producer {
   static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
@@ -75,8 +75,8 @@ struct W8Producer {
     __syncwarp();
   }
 
-  // Before the kernel in front has ended: weights, which it cannot have written. Not for all stages, because x would have to
-  // wait behind them.
+  // Before the kernel in front has ended: weights, which it cannot have written. Not for all stages, because x would
+  // have to wait behind them.
   __device__ __forceinline__ void start() const {
     Unit unit(args, stretch.begin);
     for (int s = 0; s < EARLY && stretch.begin + s < stretch.end; ++s, unit.step(args)) load_weight(unit, s);
@@ -90,7 +90,8 @@ struct W8Producer {
     for (int i = stretch.begin; i < stretch.end; ++i, at.step(), unit.step(args)) {
       mbarrier_wait(ring.empty(at.stage), at.phase);
       if (i - stretch.begin >= early) load_weight(unit, at.stage);
-      if (lane == 0) cp_async_bulk_tensor_3d(ring.x(at.stage), &args.x, 0, 0, unit.burst * S.burst, ring.full(at.stage));
+      if (lane == 0)
+        cp_async_bulk_tensor_3d(ring.x(at.stage), &args.x, 0, 0, unit.burst * S.burst, ring.full(at.stage));
     }
   }
 

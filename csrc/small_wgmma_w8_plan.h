@@ -1,5 +1,5 @@
-// The wgmma engine for 8-bit weights seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a
-// block's shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
+// The wgmma engine for 8-bit weights seen from the host: its compiled shapes, how a call is cut into blocks, and the
+// map of a block's shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
 #ifndef NF4LINEAR_SMALL_WGMMA_W8_PLAN_H
 #define NF4LINEAR_SMALL_WGMMA_W8_PLAN_H
 
@@ -34,7 +34,10 @@ struct SmallWgmmaW8Shape {
 
 // Everything that is compiled, for each kind of codes, of scales and 16-bit type.
 constexpr SmallWgmmaW8Shape SMALL_WGMMA_W8_SHAPES[] = {
-    {32, 2, 2, 8}, {64, 2, 4, 3}, {64, 2, 2, 6}, {64, 3, 2, 5},
+    {32, 2, 2, 8},
+    {64, 2, 4, 3},
+    {64, 2, 2, 6},
+    {64, 3, 2, 5},
 };
 constexpr int SMALL_WGMMA_W8_SHAPE_COUNT = sizeof(SMALL_WGMMA_W8_SHAPES) / sizeof(SMALL_WGMMA_W8_SHAPES[0]);
 
@@ -72,13 +75,15 @@ struct SmallWgmmaW8Plan {
   int64_t workspace_bytes;  // 0 where no row block is cut; else two slots a block, and a set of counters at the end
 };
 
-// Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32 bits.
+// Cuts a call into blocks of `least_units` units at least. False when nothing fits, or when an index would leave 32
+// bits.
 inline bool plan_small_wgmma_w8(int64_t n, int64_t k, int shape_index, int least_units, int sms, int shared_limit,
                                 SmallWgmmaW8Plan& plan) {
   const SmallWgmmaW8Shape shape = SMALL_WGMMA_W8_SHAPES[shape_index];
   const int64_t row_blocks = ceil_div(n, shape.block_rows()), bursts = ceil_div(k / TILE_K4, shape.burst);
   const int shared = SmallWgmmaW8Shared(shape).total;
-  if (n > INT32_MAX - 1024 || k > INT32_MAX / 2 || row_blocks * bursts > INT32_MAX || shared > shared_limit) return false;
+  if (n > INT32_MAX - 1024 || k > INT32_MAX / 2 || row_blocks * bursts > INT32_MAX || shared > shared_limit)
+    return false;
   const WgmmaCut cut = cut_units(row_blocks * bursts, bursts, sms, least_units);
   const int64_t slots = cut.shares ? int64_t(cut.blocks) * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0;
   plan = {shape_index, int(bursts), cut.blocks, cut.deal, shared, slots};

@@ -2,9 +2,10 @@
 //   arch sms shared_bytes dtype format layout n k blocksize nested m flags x_offset
 // one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
 // workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
-// gemm_wgmma (tokens blocks whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles parts
-// base extra stages shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace),
-// for gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared workspace).
+// gemm_wgmma (tokens blocks whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles
+// parts base extra stages shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra
+// shared workspace), for gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared
+// workspace).
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -35,8 +36,12 @@ int main() {
     a.x_stride = w.k;
     const nf4l::Launch launch = nf4l::pick(device, w, a);
     switch (launch.engine) {
-      case nf4l::Engine::nothing: std::cout << "nothing\n"; break;
-      case nf4l::Engine::gemm: std::cout << "gemm\n"; break;
+      case nf4l::Engine::nothing:
+        std::cout << "nothing\n";
+        break;
+      case nf4l::Engine::gemm:
+        std::cout << "gemm\n";
+        break;
       case nf4l::Engine::small_batch: {
         const nf4l::SmallBatchPlan& p = launch.small_batch;
         const nf4l::SmallBatchShape shape = nf4l::SMALL_BATCH_SHAPES[p.shape];
@@ -48,40 +53,41 @@ int main() {
       case nf4l::Engine::small_wgmma: {
         const nf4l::SmallWgmmaPlan& p = launch.small_wgmma;
         const nf4l::SmallWgmmaShape shape = nf4l::SMALL_WGMMA_SHAPES[p.shape];
-        std::cout << "small_wgmma " << shape.tokens << ' ' << shape.row_groups << ' '
-                  << shape.accumulators << ' ' << p.bursts << ' ' << p.blocks << ' ' << p.deal.base << ' '
-                  << p.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
+        std::cout << "small_wgmma " << shape.tokens << ' ' << shape.row_groups << ' ' << shape.accumulators << ' '
+                  << p.bursts << ' ' << p.blocks << ' ' << p.deal.base << ' ' << p.deal.extra << ' ' << p.shared_bytes
+                  << ' ' << p.workspace_bytes << '\n';
         break;
       }
       case nf4l::Engine::small_w8: {
         const nf4l::SmallW8Plan& p = launch.small_w8;
         const nf4l::SmallBatchShape shape = nf4l::SMALL_W8_SHAPES[p.shape];
-        std::cout << "small_w8 " << shape.row_tiles << ' ' << shape.tokens << ' ' << p.slices << ' ' << p.slice_tiles << ' '
-                  << p.parts << ' ' << p.base_groups << ' ' << p.extra_groups << ' ' << p.stages << ' ' << p.shared_bytes
-                  << ' ' << p.workspace_bytes << '\n';
+        std::cout << "small_w8 " << shape.row_tiles << ' ' << shape.tokens << ' ' << p.slices << ' ' << p.slice_tiles
+                  << ' ' << p.parts << ' ' << p.base_groups << ' ' << p.extra_groups << ' ' << p.stages << ' '
+                  << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
         break;
       }
       case nf4l::Engine::small_wgmma_w8: {
         const nf4l::SmallWgmmaW8Plan& p = launch.small_wgmma_w8;
         const nf4l::SmallWgmmaW8Shape shape = nf4l::SMALL_WGMMA_W8_SHAPES[p.shape];
-        std::cout << "small_wgmma_w8 " << shape.tokens << ' ' << shape.row_groups << ' ' << shape.burst << ' ' << p.bursts << ' '
-                  << p.blocks << ' ' << p.deal.base << ' ' << p.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes
-                  << '\n';
+        std::cout << "small_wgmma_w8 " << shape.tokens << ' ' << shape.row_groups << ' ' << shape.burst << ' '
+                  << p.bursts << ' ' << p.blocks << ' ' << p.deal.base << ' ' << p.deal.extra << ' ' << p.shared_bytes
+                  << ' ' << p.workspace_bytes << '\n';
         break;
       }
       case nf4l::Engine::gemm_w8: {
         const nf4l::GemmW8Plan& p = launch.gemm_w8;
         const nf4l::GemmW8Shape shape = nf4l::GEMM_W8_SHAPES[p.shape];
-        std::cout << "gemm_w8 " << shape.tokens << ' ' << shape.consumers << ' ' << p.cut.token_tiles << ' ' << p.cut.row_blocks << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' '
-                  << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
+        std::cout << "gemm_w8 " << shape.tokens << ' ' << shape.consumers << ' ' << p.cut.token_tiles << ' '
+                  << p.cut.row_blocks << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' ' << p.cut.deal.base
+                  << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
         break;
       }
       case nf4l::Engine::gemm_wgmma: {
         const nf4l::GemmPlan& p = launch.gemm_wgmma;
         const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
-        std::cout << "gemm_wgmma " << shape.tokens << ' ' << p.cut.blocks << ' '
-                  << p.cut.whole_tiles << ' ' << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' '
-                  << p.workspace_bytes << '\n';
+        std::cout << "gemm_wgmma " << shape.tokens << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' '
+                  << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes
+                  << '\n';
         break;
       }
     }

@@ -1,11 +1,11 @@
-// Walks the blocks of the 8-bit Hopper engines' plans for tests/test_w8_plan.py, with the arithmetic of the kernels. One
-// question a line on standard input:
+// Walks the blocks of the 8-bit Hopper engines' plans for tests/test_w8_plan.py, with the arithmetic of the kernels.
+// One question a line on standard input:
 //   wgmma shape n k least_units sms shared_bytes
 //   gemm shape m n k cut sms shared_bytes
-// one answer a line: "none"; or the plan (wgmma: tokens row_groups bursts blocks shared workspace; gemm: tokens consumers
-// k_tiles token_tiles row_blocks blocks whole_tiles shared workspace), and then, for each block, ";" and for each piece of its
-// work ",": row block, first unit, last unit, owner, stop, spread; or tile, begin, end, token tile, row block, and the block
-// whose slots it collects, up to the second number (the same twice: none).
+// one answer a line: "none"; or the plan (wgmma: tokens row_groups bursts blocks shared workspace; gemm: tokens
+// consumers k_tiles token_tiles row_blocks blocks whole_tiles shared workspace), and then, for each block, ";" and for
+// each piece of its work ",": row block, first unit, last unit, owner, stop, spread; or tile, begin, end, token tile,
+// row block, and the block whose slots it collects, up to the second number (the same twice: none).
 #include <algorithm>
 #include <iostream>
 #include <sstream>
@@ -26,8 +26,8 @@ void walk_wgmma(std::istream& words) {
     return;
   }
   const nf4l::SmallWgmmaW8Shape shape = nf4l::SMALL_WGMMA_W8_SHAPES[plan.shape];
-  std::cout << shape.tokens << ' ' << shape.row_groups << ' ' << plan.bursts << ' ' << plan.blocks << ' ' << plan.shared_bytes
-            << ' ' << plan.workspace_bytes;
+  std::cout << shape.tokens << ' ' << shape.row_groups << ' ' << plan.bursts << ' ' << plan.blocks << ' '
+            << plan.shared_bytes << ' ' << plan.workspace_bytes;
   for (int block = 0; block < plan.blocks; ++block) {
     const int end = plan.deal.first_unit(block + 1);
     std::cout << ';';
@@ -53,16 +53,16 @@ void walk_gemm(std::istream& words) {
   }
   const nf4l::GemmW8Shape shape = nf4l::GEMM_W8_SHAPES[plan.shape];
   const nf4l::GemmCut& c = plan.cut;
-  std::cout << shape.tokens << ' ' << shape.consumers << ' ' << c.k_tiles << ' ' << c.token_tiles << ' ' << c.row_blocks << ' '
-            << c.blocks << ' ' << c.whole_tiles << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes;
+  std::cout << shape.tokens << ' ' << shape.consumers << ' ' << c.k_tiles << ' ' << c.token_tiles << ' ' << c.row_blocks
+            << ' ' << c.blocks << ' ' << c.whole_tiles << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes;
   for (int block = 0; block < c.blocks; ++block) {
     std::cout << ';';
     for (nf4l::GemmPieces piece(c, block); piece.next();) {
       const nf4l::OutTile out(c, piece.tile);
       const bool collects = piece.begin == 0 && piece.end < c.k_tiles;
       const int stop = collects ? c.deal.blocks_before((piece.tile - c.whole_tiles + 1) * c.k_tiles) : block + 1;
-      std::cout << ',' << piece.tile << ' ' << piece.begin << ' ' << piece.end << ' ' << out.token_tile << ' ' << out.row_block
-                << ' ' << block + 1 << ' ' << stop;
+      std::cout << ',' << piece.tile << ' ' << piece.begin << ' ' << piece.end << ' ' << out.token_tile << ' '
+                << out.row_block << ' ' << block + 1 << ' ' << stop;
     }
   }
 }
