@@ -25,23 +25,28 @@ struct SmallW8Row {
   int64_t slice_tiles;  // tiles of a slice beyond that
 };
 constexpr SmallW8Row SMALL_W8_TABLE[] = {
-    {1, 1, small_w8_shape(1, 1), ANY, ANY},
-    {2, 8, small_w8_shape(1, 8), 128, 64},
-    {9, 16, small_w8_shape(1, 16), 64, 64},
+    // m    shape                 whole slice
+    {1, 1, small_w8_shape(1, 1), ANY, ANY},  // 8.1 | 6.9, 28672x4096 32.0 | 30.2, 57344x8192 115.7 | 115.6
+    {2, 8, small_w8_shape(1, 8), 128, 64},   // 8.2 | 7.5, 8192x8192 20.3 | 19.4 (two slices: 21.1 | 20.0)
+    {9, 16, small_w8_shape(1, 16), 64, 64},  // 9.0 | 8.3, 28672x4096 33.5 | 32.4 (two slices: 38.3 | 36.8)
     {17, 32, small_w8_shape(2, 32), 0, 32},
 };
 
 // Rows for Hopper, which come before the others.
 struct SmallWgmmaW8Row {
   int64_t m_first, m_last;
+  int64_t k_first;
   int64_t weights_first, weights_last;  // n * k
   int shape;                            // in SMALL_WGMMA_W8_SHAPES
 };
 constexpr SmallWgmmaW8Row SMALL_WGMMA_W8_TABLE[] = {
-    {17, 32, 0, ANY, small_wgmma_w8_shape(32, 2, 2)},
-    {33, 64, 0, 50'000'000, small_wgmma_w8_shape(64, 2, 4)},
-    {33, 64, 50'000'000, 100'000'000, small_wgmma_w8_shape(64, 2, 2)},
-    {33, 64, 100'000'000, ANY, small_wgmma_w8_shape(64, 3, 2)},
+    // m    k       n * k               shape                            (the other engine, or another shape)
+    {2, 8, 16'384, 100'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},  // 8192x28672 61.2 | 58.8 (64.3 | 63.1)
+    {9, 16, 8'192, 50'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},   // 57344x8192 117 | 116 (129 | 129)
+    {17, 32, 0, 0, 20'000'000, small_wgmma_w8_shape(32, 2, 2)},        // 10.0 | 8.9 (bursts of four: 10.4 | 9.6)
+    {17, 32, 0, 20'000'000, ANY, small_wgmma_w8_shape(32, 2, 4)},      // 28672x4096 36.2 | 33.7 (42.8 | 40.9)
+    {33, 64, 0, 0, 20'000'000, small_wgmma_w8_shape(64, 2, 2)},        // 10.9 | 9.9 (bursts of four: 11.3 | 10.9)
+    {33, 64, 0, 20'000'000, ANY, small_wgmma_w8_shape(64, 2, 4)},      // 28672x4096 38.8 | 37.5 (42.9 | 41.1)
 };
 // A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less.
 constexpr int LEAST_W8_TILES = 8;
@@ -132,7 +137,8 @@ struct W8Picker {
   bool from_wgmma_table() {
     const int64_t weights = w.n * w.k;
     for (const SmallWgmmaW8Row& row : SMALL_WGMMA_W8_TABLE) {
-      if (a.m < row.m_first || a.m > row.m_last || weights < row.weights_first || weights > row.weights_last) continue;
+      if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first) continue;
+      if (weights < row.weights_first || weights > row.weights_last) continue;
       return wgmma(row.shape, LEAST_W8_TILES / SMALL_WGMMA_W8_SHAPES[row.shape].burst);
     }
     return false;

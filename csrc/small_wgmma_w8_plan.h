@@ -34,10 +34,7 @@ struct SmallWgmmaW8Shape {
 
 // Everything that is compiled, for each kind of codes, of scales and 16-bit type.
 constexpr SmallWgmmaW8Shape SMALL_WGMMA_W8_SHAPES[] = {
-    {32, 2, 2, 8},
-    {64, 2, 4, 3},
-    {64, 2, 2, 6},
-    {64, 3, 2, 5},
+    {16, 2, 4, 5}, {32, 2, 2, 8}, {32, 2, 4, 4}, {64, 2, 2, 6}, {64, 2, 4, 3},
 };
 constexpr int SMALL_WGMMA_W8_SHAPE_COUNT = sizeof(SMALL_WGMMA_W8_SHAPES) / sizeof(SMALL_WGMMA_W8_SHAPES[0]);
 

@@ -188,7 +188,7 @@ def check_small_wgmma_w8(answer: str, device: tuple[int, int, int], n: int, k: i
     tiles=st.integers(1, 600),
     m=st.integers(1, 5000),
     group=st.sampled_from([0, 0, 64]),
-    tuned=st.tuples(st.integers(0, 12), st.integers(0, 20)),
+    tuned=st.tuples(st.integers(0, 13), st.integers(0, 20)),
 )
 def test_8_bit_plans_hold(program, device, n, tiles, m, group, tuned):
     flags, case = tuned[0] << 8 | tuned[1] << 16, AS_W8 | {"blocksize": group}

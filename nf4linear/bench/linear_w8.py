@@ -33,7 +33,7 @@ from .linear import (
 # csrc/small_wgmma_w8_plan.h (tokens, row groups, burst) with the fewest units of a block, then those of
 # csrc/gemm_w8_plan.h (tokens, warpgroups) with all output tiles whole, or the last ones cut.
 TUNE_SHAPES = ((1, 1), (1, 8), (1, 16), (2, 32))
-TUNE_WGMMA_SHAPES = ((32, 2, 2), (64, 2, 4), (64, 2, 2), (64, 3, 2))
+TUNE_WGMMA_SHAPES = ((16, 2, 4), (32, 2, 2), (32, 2, 4), (64, 2, 2), (64, 2, 4))
 TUNE_GEMM_SHAPES = ((128, 2), (192, 2), (216, 2), (256, 2))
 
 

@@ -241,7 +241,7 @@ ORDERED = (
     (EightBitSpec("w8_s8", 1024, 2048), 16, native.tuned(2, 8)),
     (EightBitSpec("w8_s8", 1024, 2048), 48, 0),
     (EightBitSpec("w8_s8", 1024, 2048, group_size=128), 48, 0),
-    (EightBitSpec("w8_s8", 1000, 4096 + 64), 64, native.tuned(len(TUNE_SHAPES) + 1, 1)),
+    (EightBitSpec("w8_s8", 1000, 4096 + 64), 64, native.tuned(len(TUNE_SHAPES) + 3, 1)),
     (EightBitSpec("w8_s8", 6144, 1024), 256, native.tuned(len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES), CUT)),
 )
 
