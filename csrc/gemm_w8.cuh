@@ -35,7 +35,7 @@ struct GemmW8Hand {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
   const GemmW8Ring<SHAPE>& ring;
   const int row_tile, lane;  // row_tile: of the warp, in a row block
-  GemmW8Position<S.stages> at{0};
+  RingPosition<S.stages> at{0};
   int used = -1;  // stage whose wgmma may still be under way
   float sums[S.lane_results()];
   uint4 words[2];

@@ -26,21 +26,6 @@ struct GemmW8Args {
   bool vectors;  // y takes 16 bytes at once
 };
 
-// Position in the ring. Stage s is filled when barrier `full` turns to `phase`, and free when `empty` does.
-template <int STAGES>
-struct GemmW8Position {
-  int stage = 0;
-  uint32_t phase;
-
-  __device__ __forceinline__ explicit GemmW8Position(uint32_t first) : phase(first) {}
-  __device__ __forceinline__ void step() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 template <int SHAPE>
 struct GemmW8Ring {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
@@ -75,7 +60,7 @@ struct GemmW8Feeder {
 
   // Codes for as many k tiles as there are stages: nothing that the kernel before may have written.
   __device__ __forceinline__ void fill() const {
-    GemmW8Position<S.stages> at(1);
+    RingPosition<S.stages> at(1);
     GemmPieces piece(args.cut, blockIdx.x);
     for (int filled = 0; filled < S.stages && piece.next();) {
       const int row_block = OutTile(args.cut, piece.tile).row_block;
@@ -86,7 +71,7 @@ struct GemmW8Feeder {
 
   // x for what fill() began, then both.
   __device__ __forceinline__ void run() const {
-    GemmW8Position<S.stages> at(1);
+    RingPosition<S.stages> at(1);
     GemmPieces piece(args.cut, blockIdx.x);
     for (int i = 0; piece.next();) {
       const OutTile out(args.cut, piece.tile);

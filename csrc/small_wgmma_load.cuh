@@ -58,21 +58,6 @@ struct Unit {
   }
 };
 
-// Position in the ring. Stage s fills when barrier `full` turns to `phase`, and is free when `empty` does.
-template <int STAGES>
-struct RingPosition {
-  int stage = 0;
-  uint32_t phase;
-
-  __device__ __forceinline__ explicit RingPosition(uint32_t first_phase) : phase(first_phase) {}
-  __device__ __forceinline__ void step() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 // Shared-memory addresses of the ring.
 template <int SHAPE>
 struct Ring {

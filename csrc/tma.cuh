@@ -36,6 +36,22 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
+// Position in a ring of stages, which copies fill and others empty. Stage s is filled when its barrier `full` turns to
+// `phase`, and free when its barrier `empty` does.
+template <int STAGES>
+struct RingPosition {
+  int stage = 0;
+  uint32_t phase;
+
+  __device__ __forceinline__ explicit RingPosition(uint32_t first_phase) : phase(first_phase) {}
+  __device__ __forceinline__ void step() {
+    if (++stage == STAGES) {
+      stage = 0;
+      phase ^= 1;
+    }
+  }
+};
+
 // ---- copies to shared memory; addresses and sizes are multiples of 16 bytes ------------------------------------------------
 
 // L2 drops first what is read once.
