@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from nf4linear.bench import generate, gpu, linear, linear_report, linear_w8
+from nf4linear.bench import generate, gpu, linear, linear_report, linear_w8, mixed
 from nf4linear.bench.record import write_record
 from nf4linear.cli.bench import bench
 
@@ -90,6 +90,26 @@ def test_generation_writes_each_row(tmp_path, monkeypatch):
     CliRunner().invoke(bench, ["generate", "--output", str(tmp_path / "g.json")])
     assert json.loads((tmp_path / "g.json").read_text()) == record([row])
     assert "| m | 16-bit | eager | 8 |" in (tmp_path / "g.md").read_text()
+
+
+@pytest.mark.parametrize("command", ["linear", "mixed"])
+def test_layers_and_products_write_each_cell(tmp_path, monkeypatch, command):
+    cell = ROWS if command == "linear" else [
+        {"op": "mixed", "variant": "f16_s8", "impl": "nf4linear", "launch": "plain", "m": 8, "n": 8, "k": 64, "us": 2.0,
+         "TFLOPs": 1.0, "of_plain": 0.9, "rel_err": 1e-3},
+    ]  # fmt: skip
+
+    def sweep(*args):
+        yield cell
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(gpu, "record_of", lambda rows, ceilings: record(rows))
+    monkeypatch.setattr(gpu, "measure_ceilings", lambda: CEILINGS)
+    monkeypatch.setattr({"linear": linear, "mixed": mixed}[command], "sweep", sweep)
+    CliRunner().invoke(bench, [command, "--output", str(tmp_path / "x.json")])
+    assert json.loads((tmp_path / "x.json").read_text())["rows"] == cell
+    assert (tmp_path / "x.md").exists()
 
 
 @pytest.mark.parametrize(
