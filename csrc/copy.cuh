@@ -68,6 +68,11 @@ __device__ __forceinline__ void st_shared_f32x2(uint32_t address, float2 v) {
   asm volatile("st.shared.v2.f32 [%0], {%1, %2};" ::"r"(address), "f"(v.x), "f"(v.y) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_u32x4(uint32_t address, uint4 v) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
+               : "memory");
+}
+
 // 16 bytes of a stream that is read once, kept out of L1; where `wanted` is false, v stays. The predicate is inside: a
 // branch around each load would keep them from being issued together.
 __device__ __forceinline__ void ld_stream_if(uint4& v, const void* p, bool wanted) {

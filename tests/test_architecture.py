@@ -22,7 +22,7 @@ C_CHAIN = (
     "small_batch_plan.h", "small_wgmma_plan.h", "gemm_wgmma_plan.h", "small_w8_plan.h", "small_wgmma_w8_plan.h",
     "gemm_w8_plan.h", "dispatch_w8.h", "dispatch.h",
     "status.cuh", "engines.h", "arrivals.h", "launch.cuh", "convert.cuh", "convert8.cuh", "copy.cuh", "mma_sm80.cuh",
-    "wgmma_sm90.cuh", "tma.cuh", "scale.cuh", "decode.cuh", "dequant.cuh", "four_bit.cuh",
+    "wgmma_sm90.cuh", "tma.cuh", "scale.cuh", "decode.cuh", "product_table.cuh", "dequant.cuh", "four_bit.cuh",
     "small_batch_load.cuh", "small_batch.cuh", "small_batch_launch.cuh",
     "small_wgmma_load.cuh", "small_wgmma_finish.cuh", "small_wgmma.cuh", "small_wgmma_launch.cuh",
     "small_w8_load.cuh", "small_w8.cuh", "small_w8_launch.cuh",

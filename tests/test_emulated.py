@@ -93,3 +93,16 @@ def test_the_check_can_fail(tmp_path, change):
     program = compile_kernel(tmp_path, {name: (old, new)})
     cases = random_cases(35, 0)
     assert run(program, cases) != ["ok"] * len(cases)
+
+
+def test_every_product_is_exact(tmp_path):
+    done = subprocess.run([compile_kernel(tmp_path, name="product_table")], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{500 * 4 * 128 * 8} right\n"
+
+
+@pytest.mark.parametrize(
+    "change", [("0xeac8", "0xeac9"), ("0x4431", "0x4413"), ("0x6273", "0x4273"), (" ^ low[1]", "")]
+)
+def test_a_wrong_product_is_found(tmp_path, change):
+    program = compile_kernel(tmp_path, {"product_table.cuh": change}, "product_table")
+    assert "bf16 nf4: " in subprocess.run([program], capture_output=True, text=True, check=True).stdout

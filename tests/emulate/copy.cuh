@@ -26,6 +26,7 @@ inline uint32_t ld_shared_u32(uint32_t address) { return ld_shared<uint32_t>(add
 inline float2 ld_shared_f32x2(uint32_t address) { return ld_shared<float2>(address); }
 inline uint4 ld_shared_u32x4(uint32_t address) { return ld_shared<uint4>(address); }
 inline void st_shared_f32x2(uint32_t address, float2 v) { std::memcpy(at(address), &v, sizeof v); }
+inline void st_shared_u32x4(uint32_t address, uint4 v) { std::memcpy(at(address), &v, sizeof v); }
 inline uint32_t mov_in_order(uint32_t v) { return v; }
 
 template <class V>
