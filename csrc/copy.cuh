@@ -58,6 +58,12 @@ __device__ __forceinline__ float2 ld_shared_f32x2(uint32_t address) {
   return v;
 }
 
+__device__ __forceinline__ float4 ld_shared_f32x4(uint32_t address) {
+  float4 v;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "r"(address));
+  return v;
+}
+
 __device__ __forceinline__ uint4 ld_shared_u32x4(uint32_t address) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
@@ -71,6 +77,20 @@ __device__ __forceinline__ void st_shared_f32x2(uint32_t address, float2 v) {
 __device__ __forceinline__ void st_shared_u32x4(uint32_t address, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w)
                : "memory");
+}
+
+__device__ __forceinline__ void st_shared_u32(uint32_t address, uint32_t v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(address), "r"(v) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_f32x4(uint32_t address, float4 v) {
+  asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(address), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+// Barrier `id` (1 .. 15; 0 is __syncthreads) of `threads` threads of the block, whole warps.
+__device__ __forceinline__ void bar_sync(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // 16 bytes of a stream that is read once, kept out of L1; where `wanted` is false, v stays. The predicate is inside: a
@@ -102,6 +122,9 @@ __device__ __forceinline__ void cp_async_16(uint32_t to, const void* from, bool 
 }
 __device__ __forceinline__ void cp_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 __device__ __forceinline__ void cp_async_commit_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit_group_if(bool wanted) {
+  asm volatile("{.reg .pred q; setp.ne.b32 q, %0, 0;\n@q cp.async.commit_group;}" ::"r"(int(wanted)) : "memory");
+}
 template <int PENDING>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");

@@ -9,6 +9,7 @@
 
 #include "device_info.h"
 #include "dispatch_w8.h"
+#include "gemm_mma_plan.h"
 #include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
@@ -17,8 +18,9 @@
 
 namespace nf4l {
 
-// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma: the prefill engine; *_w8: those for 8-bit weights
-enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, small_w8, small_wgmma_w8, gemm_w8 };
+// nothing: no tokens; gemm: dequantize, then the framework's; gemm_wgmma, gemm_mma: the prefill engines; *_w8: those
+// for 8-bit weights
+enum class Engine { nothing, gemm, small_batch, small_wgmma, gemm_wgmma, gemm_mma, small_w8, small_wgmma_w8, gemm_w8 };
 
 // The first row that fits a call wins.
 struct LaunchRow {
@@ -82,11 +84,25 @@ constexpr int LEAST_TILES = 8;
 // on a GPU since the engine's sums over blocks were changed. Tuning flags reach the engine meanwhile.
 constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 0, GEMM_FIRST_WEIGHTS = 16'000'000;
 
+// Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of sm_80,
+// against dequantize + GEMM, whose GEMM has wgmma there and is nearly twice as fast as the engine can be; on GPUs where
+// both use mma.sync the engine should stand better. GPUs of 100 .. 119 have a far faster GEMM, and no figures.
+struct MmaRow {
+  int64_t m_first, m_last;
+  int64_t weights_first;  // smallest n * k
+};
+constexpr MmaRow MMA_TABLE[] = {
+    // m   n * k
+    {33, 48, 4'000'000},
+    {33, 128, 16'000'000},
+};
+
 struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
   GemmPlan gemm_wgmma = {};
+  GemmMmaPlan gemm_mma = {};
   SmallW8Plan small_w8 = {};
   SmallWgmmaW8Plan small_wgmma_w8 = {};
   GemmW8Plan gemm_w8 = {};
@@ -125,11 +141,28 @@ struct Picker {
     return true;
   }
 
+  bool gemm_mma(int shape, bool cut) {
+    if (!plan_gemm_mma(problem, a.m, shape, cut, device.sms, device.shared_bytes, launch.gemm_mma)) return false;
+    launch.engine = Engine::gemm_mma;
+    return true;
+  }
+
   bool from_gemm_costs() {
     if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS || w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
     if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
+  }
+
+  bool from_mma_table() {
+    if (device.wgmma || (device.arch >= 100 && device.arch < 120)) return false;
+    for (const MmaRow& row : MMA_TABLE) {
+      if (a.m < row.m_first || a.m > row.m_last || w.n * w.k < row.weights_first) continue;
+      if (!plan_best_gemm_mma(problem, a.m, device.sms, device.shared_bytes, launch.gemm_mma)) return false;
+      launch.engine = Engine::gemm_mma;
+      return true;
+    }
+    return false;
   }
 
   // What the tuning flags ask for: a shape of one engine, or behind those one of the next.
@@ -140,7 +173,9 @@ struct Picker {
     shape -= SMALL_BATCH_SHAPE_COUNT;
     if (shape < SMALL_WGMMA_SHAPE_COUNT) return a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
     shape -= SMALL_WGMMA_SHAPE_COUNT;
-    return shape < GEMM_SHAPE_COUNT && gemm_wgmma(shape, cut != 1);
+    if (shape < GEMM_SHAPE_COUNT) return gemm_wgmma(shape, cut != 1);
+    shape -= GEMM_SHAPE_COUNT;
+    return shape < GEMM_MMA_SHAPE_COUNT && gemm_mma(shape, cut != 1);
   }
 
   bool from_wgmma_table() {
@@ -186,7 +221,7 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs()) {
+  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs() && !picker.from_mma_table()) {
     picker.from_launch_table();
   }
   return launch;

@@ -30,6 +30,10 @@ int run_gemm_four_bit(const GemmPlan& plan, const nf4l_weight& weight, const nf4
                       const LaunchTarget& target);
 
 template <class T>
+int run_gemm_mma(const GemmMmaPlan& plan, const nf4l_weight& weight, const nf4l_linear_args& args,
+                 const LaunchTarget& target);
+
+template <class T>
 int run_small_w8(const SmallW8Plan& plan, const nf4l_weight& weight, const nf4l_linear_args& args,
                  const LaunchTarget& target);
 

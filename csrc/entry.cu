@@ -49,6 +49,7 @@ int run_linear(const nf4l_weight& weight, const nf4l_linear_args& args, const Li
                  ? run_gemm_w8<W8S8, T>(call.launch.gemm_w8, weight, args, target)
                  : run_gemm_w8<W8U8, T>(call.launch.gemm_w8, weight, args, target);
     case Engine::gemm_wgmma: return run_gemm_four_bit<T>(call.launch.gemm_wgmma, weight, args, target);
+    case Engine::gemm_mma: return run_gemm_mma<T>(call.launch.gemm_mma, weight, args, target);
   }
   return NF4L_USE_GEMM;
 }
@@ -85,6 +86,7 @@ int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_a
     case nf4l::Engine::small_wgmma_w8: return call.launch.small_wgmma_w8.workspace_bytes;
     case nf4l::Engine::gemm_w8: return call.launch.gemm_w8.workspace_bytes;
     case nf4l::Engine::gemm_wgmma: return call.launch.gemm_wgmma.workspace_bytes;
+    case nf4l::Engine::gemm_mma: return call.launch.gemm_mma.workspace_bytes;
     default: return 0;
   }
 }

@@ -85,7 +85,6 @@ struct PickedProducts {
     return prmt(shifted, word, h ? 0xfbd9 : 0xeac8);
   }
 
-  __device__ __forceinline__ PickedProducts() = default;
   // `rows`: tables of rows g and g + 8.
   __device__ __forceinline__ PickedProducts(uint32_t word, const ProductTable (&rows)[2]) {
     const uint32_t indices = word & 0x77777777, shifted = word << 4;

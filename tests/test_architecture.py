@@ -19,8 +19,8 @@ PYTHON_CHAIN = (
 )  # fmt: skip
 C_CHAIN = (
     "nf4linear.h", "layout.h", "codebook.h", "validate.h", "device_info.h", "deal.h", "four_bit.h",
-    "small_batch_plan.h", "small_wgmma_plan.h", "gemm_wgmma_plan.h", "small_w8_plan.h", "small_wgmma_w8_plan.h",
-    "gemm_w8_plan.h", "dispatch_w8.h", "dispatch.h",
+    "small_batch_plan.h", "small_wgmma_plan.h", "gemm_wgmma_plan.h", "gemm_mma_plan.h", "small_w8_plan.h",
+    "small_wgmma_w8_plan.h", "gemm_w8_plan.h", "dispatch_w8.h", "dispatch.h",
     "status.cuh", "engines.h", "arrivals.h", "launch.cuh", "convert.cuh", "convert8.cuh", "copy.cuh", "mma_sm80.cuh",
     "wgmma_sm90.cuh", "tma.cuh", "scale.cuh", "decode.cuh", "product_table.cuh", "dequant.cuh", "four_bit.cuh",
     "small_batch_load.cuh", "small_batch.cuh", "small_batch_launch.cuh",
@@ -29,7 +29,8 @@ C_CHAIN = (
     "small_wgmma_w8_load.cuh", "small_wgmma_w8.cuh", "small_wgmma_w8_launch.cuh",
     "gemm_w8_load.cuh", "gemm_w8_finish.cuh", "gemm_w8.cuh", "gemm_w8_launch.cuh",
     "gemm_wgmma_load.cuh", "gemm_wgmma_finish.cuh", "gemm_wgmma.cuh", "gemm_wgmma_four_bit.cuh",
-    "gemm_wgmma_launch.cuh", "device.cuh", "entry.cu",
+    "gemm_wgmma_launch.cuh", "gemm_mma_load.cuh", "gemm_mma_finish.cuh", "gemm_mma.cuh", "gemm_mma_launch.cuh",
+    "device.cuh", "entry.cu",
 )  # fmt: skip
 
 

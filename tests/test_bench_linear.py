@@ -148,3 +148,8 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
 def test_tuning_tries_the_shapes_that_are_compiled(file, pattern, tried):
     text = (Path(__file__).parents[1] / "csrc" / file).read_text()
     assert tuple(tuple(map(int, shape)) for shape in re.findall(pattern, text)) == tried
+
+
+def test_tuning_tries_the_mma_shapes_too():
+    text = (Path(__file__).parents[1] / "csrc/gemm_mma_plan.h").read_text()
+    assert tuple(map(int, re.findall(r"\{(\d+), \d+\}", text))) == linear.TUNE_GEMM_MMA_SHAPES

@@ -42,6 +42,8 @@ TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
 TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 3), (32, 4), (64, 2), (64, 3), (96, 2), (128, 2))
 TUNE_LEAST_UNITS = (1, 2, 4)
 TUNE_GEMM_SHAPES = ((128, 2), (128, 3), (192, 2), (256, 2))
+# Tokens of the shapes of csrc/gemm_mma_plan.h, which come last, with the same two ways.
+TUNE_GEMM_MMA_SHAPES = (48, 64, 96, 128)
 # More are never tried: the prefill engine's rows are to end there.
 TUNE_MOST_TOKENS = 1536
 TUNE_CUTS = {"cut": 0, "whole": 1}
@@ -105,6 +107,11 @@ class BenchWeight:
             for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
                 for cut, value in TUNE_CUTS.items():
                     yield f"gemm{tokens}x{warpgroups}/{cut}", native.tuned(index, value)
+        if m > 32:
+            first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES) + len(TUNE_GEMM_SHAPES)
+            for index, tokens in enumerate(TUNE_GEMM_MMA_SHAPES, first):
+                for cut, value in TUNE_CUTS.items():
+                    yield f"mma{tokens}/{cut}", native.tuned(index, value)
 
 
 # ---- contenders ------------------------------------------------------------------------------------------------------

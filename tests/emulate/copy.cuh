@@ -26,6 +26,11 @@ inline uint32_t ld_shared_u32(uint32_t address) { return ld_shared<uint32_t>(add
 inline float2 ld_shared_f32x2(uint32_t address) { return ld_shared<float2>(address); }
 inline uint4 ld_shared_u32x4(uint32_t address) { return ld_shared<uint4>(address); }
 inline void st_shared_f32x2(uint32_t address, float2 v) { std::memcpy(at(address), &v, sizeof v); }
+inline uint16_t ld_shared_u16(uint32_t address) { return ld_shared<uint16_t>(address); }
+inline float ld_shared_f32(uint32_t address) { return ld_shared<float>(address); }
+inline float4 ld_shared_f32x4(uint32_t address) { return ld_shared<float4>(address); }
+inline void st_shared_u32(uint32_t address, uint32_t v) { std::memcpy(at(address), &v, sizeof v); }
+inline void st_shared_f32x4(uint32_t address, float4 v) { std::memcpy(at(address), &v, sizeof v); }
 inline void st_shared_u32x4(uint32_t address, uint4 v) { std::memcpy(at(address), &v, sizeof v); }
 inline uint32_t mov_in_order(uint32_t v) { return v; }
 
@@ -48,7 +53,11 @@ inline void cp_async_4(uint32_t to, const void* from, bool wanted) { cp_async<4>
 inline void cp_async_16(uint32_t to, const void* from, bool wanted) { cp_async<16>(to, from, wanted); }
 inline void cp_async_wait_all() {}
 inline void cp_async_commit_group() {}
+inline void cp_async_commit_group_if(bool) {}
 inline void cp_async_wait_group(int) {}
+template <int PENDING>
+void cp_async_wait_group() {}
+inline void bar_sync(int id, int threads) { simt::wait_named(id, threads); }
 
 inline unsigned atom_add_acq_rel(unsigned* p, unsigned v) {
   simt::check_read(p, sizeof *p);

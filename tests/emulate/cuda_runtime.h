@@ -32,12 +32,14 @@ struct float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
 using std::max;
 using std::min;
 
 inline void __syncthreads() { simt::wait(simt::block.barrier); }
+inline int __syncthreads_or(int vote) { return simt::wait_any(vote != 0); }
 inline void __syncwarp() { simt::wait(simt::block.running->warp->barrier); }
 inline void __threadfence() {}
 

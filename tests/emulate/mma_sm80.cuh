@@ -20,6 +20,14 @@ inline void ldmatrix_x4(uint32_t (&b)[4], uint32_t address) {
   }
 }
 
+inline uint32_t movmatrix_trans(uint32_t pair) {
+  const uint64_t mine = pair;
+  const auto all = simt::exchange(&mine, 1);
+  const int lane = simt::block.running->lane, column = lane / 4, row = lane % 4 * 2;
+  const auto value = [&](int r) { return uint32_t(all[r * 4 + column / 2][0] >> 16 * (column % 2)) & 0xffff; };
+  return value(row) | value(row + 1) << 16;
+}
+
 template <class T>
 float half_of(uint64_t pair, int high) {
   const uint16_t bits = uint16_t(pair >> 16 * high);

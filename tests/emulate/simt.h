@@ -46,6 +46,8 @@ struct Block {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
   Barrier barrier;
+  Barrier named[16];
+  int votes = 0;  // of __syncthreads_or
   ucontext_t scheduler;
   Fiber* running = nullptr;
   std::function<void()> body;
@@ -63,6 +65,22 @@ inline void wait(Barrier& barrier) {
     ++barrier.generation;
   }
   while (barrier.generation == mine) yield();
+}
+
+inline void wait_named(int id, int threads) {
+  block.named[id].expected = threads;
+  wait(block.named[id]);
+}
+
+// Whether any thread of the block says yes.
+inline bool wait_any(bool mine) {
+  block.votes += mine;
+  wait(block.barrier);
+  const bool any = block.votes > 0;
+  wait(block.barrier);
+  block.votes = 0;
+  wait(block.barrier);
+  return any;
 }
 
 // Gives this lane's `count` words to the warp and returns everyone's.
@@ -86,6 +104,7 @@ inline void run_block(Dim index, Dim grid, int threads, std::function<void()> bo
   block.index = index;
   block.grid = grid;
   block.barrier = {threads, 0, 0};
+  for (Barrier& named : block.named) named = {};
   block.warps.assign(threads / LANES, Warp{});
   block.fibers.resize(threads);
   for (int i = 0; i < threads; ++i) {
