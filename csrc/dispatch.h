@@ -84,17 +84,19 @@ constexpr int LEAST_TILES = 8;
 // on a GPU since the engine's sums over blocks were changed. Tuning flags reach the engine meanwhile.
 constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 0, GEMM_FIRST_WEIGHTS = 16'000'000;
 
-// Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of sm_80,
-// against dequantize + GEMM, whose GEMM has wgmma there and is nearly twice as fast as the engine can be; on GPUs where
-// both use mma.sync the engine should stand better. GPUs of 100 .. 119 have a far faster GEMM, and no figures.
+// Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of
+// sm_80, against dequantize + GEMM, whose GEMM has wgmma there and is nearly twice as fast as the engine can be; on
+// GPUs where both use mma.sync the engine should stand better. GPUs of 100 .. 119 have a far faster GEMM, and no
+// figures.
 struct MmaRow {
   int64_t m_first, m_last;
+  int64_t n_first, k_first, k_last;
   int64_t weights_first;  // smallest n * k
 };
 constexpr MmaRow MMA_TABLE[] = {
-    // m   n * k
-    {33, 48, 4'000'000},
-    {33, 128, 16'000'000},
+    // m     n     k          n * k         (dequantize + GEMM)
+    {33, 48, 1024, 0, 4096, 4'000'000},      // 1024x4096 11.1 (12.7), 2048x4096 11.7 (14.7)
+    {33, 128, 4096, 1024, ANY, 16'000'000},  // 128 tokens: 4096x4096 22.6 (26.0), 6144x4096 32.6 (33.1)
 };
 
 struct Launch {
@@ -157,7 +159,8 @@ struct Picker {
   bool from_mma_table() {
     if (device.wgmma || (device.arch >= 100 && device.arch < 120)) return false;
     for (const MmaRow& row : MMA_TABLE) {
-      if (a.m < row.m_first || a.m > row.m_last || w.n * w.k < row.weights_first) continue;
+      if (a.m < row.m_first || a.m > row.m_last || w.n < row.n_first || w.n * w.k < row.weights_first) continue;
+      if (w.k < row.k_first || w.k > row.k_last) continue;
       if (!plan_best_gemm_mma(problem, a.m, device.sms, device.shared_bytes, launch.gemm_mma)) return false;
       launch.engine = Engine::gemm_mma;
       return true;
