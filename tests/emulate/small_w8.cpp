@@ -1,5 +1,5 @@
-// The 8-bit small-batch kernel itself (csrc/small_w8.cuh) on the CPU, against a float64 product made by layout.h's maps.
-// One case a line on standard input:
+// The 8-bit small-batch kernel itself (csrc/small_w8.cuh) on the CPU, against a float64 product made by layout.h's
+// maps. One case a line on standard input:
 //   n k group u8 f16 m shape slices sms bias transposed
 // "ok" a line, or what is wrong.
 #include "small_w8.cuh"
