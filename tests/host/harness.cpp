@@ -49,7 +49,8 @@ bool answer(const std::string& question, int64_t n, int64_t k, int64_t b) {
   else if (question == "weight") {
     std::cout << sizeof(nf4l_weight) << ' ' << offsetof(nf4l_weight, format) << ' ' << offsetof(nf4l_weight, layout)
               << ' ' << offsetof(nf4l_weight, n) << ' ' << offsetof(nf4l_weight, k) << ' '
-              << offsetof(nf4l_weight, blocksize) << ' ' << offsetof(nf4l_weight, qweight) << ' ' << offsetof(nf4l_weight, scales) << ' '
+              << offsetof(nf4l_weight, blocksize) << ' ' << offsetof(nf4l_weight, qweight) << ' '
+              << offsetof(nf4l_weight, scales) << ' '
               << offsetof(nf4l_weight, nested_code) << ' ' << offsetof(nf4l_weight, nested_absmax) << ' '
               << offsetof(nf4l_weight, nested_offset) << ' ' << offsetof(nf4l_weight, n0) << ' '
               << offsetof(nf4l_weight, kb0) << ' ' << offsetof(nf4l_weight, kb_full);
