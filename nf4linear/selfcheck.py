@@ -98,11 +98,11 @@ class Product:
         """Relative errors of all kernels that take it, each in the Frobenius norm and still on the device."""
         found = [self._error(tokens) for tokens in TOKENS]
         for shape in range(native.TUNE_SHAPES):
-            if self.multiply(1, native.tuned(shape)) is None:
+            whole = native.tuned(shape, CUTS[0])
+            if self.multiply(1, whole) is None:
                 continue  # there is none of this number, or it cannot run on this GPU
-            for cut in CUTS:
-                tries = (self._error(tokens, native.tuned(shape, cut)) for tokens in TOKENS)
-                found.append(next((error for error in tries if error is not None), None))
+            tokens = next(t for t in TOKENS if self.multiply(t, whole) is not None)
+            found += [self._error(tokens, native.tuned(shape, cut)) for cut in CUTS]
         return [error for error in found if error is not None]
 
     def multiply(self, tokens: int, flags: int = 0) -> Tensor | None:
