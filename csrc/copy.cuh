@@ -113,6 +113,11 @@ __device__ __forceinline__ void ld_if(uint2& v, const void* p, bool wanted) {
 
 __device__ __forceinline__ void prefetch_l1(const void* p) { asm volatile("prefetch.global.L1 [%0];" ::"l"(p)); }
 
+// 16 bytes at once: where an address is made of a type of two bytes, the compiler may take four stores.
+__device__ __forceinline__ void st_global_u32x4(void* p, uint4 v) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(p), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+
 // Asynchronous copies to shared memory. Where `wanted` is false, zeros are written and nothing is read.
 __device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, bool wanted) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(wanted ? 4 : 0) : "memory");

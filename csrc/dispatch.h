@@ -74,15 +74,19 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {65, 96, 0, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
     {97, 128, 0, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
 };
-// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less: the sums of many blocks would
-// take longer than their work.
+// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less: the sums of many blocks
+// would take longer than their work.
 constexpr int LEAST_TILES = 8;
 
-// What the prefill engine takes: no less than was measured to be faster than dequantize + GEMM. Beyond the last number of
-// tokens, where a weight is decoded once for each 256 of them, to dequantize it first costs less: 28672x4096, 1024 tokens 336
-// (382), 2048 tokens 723 (719). So the last number of tokens is to be 1536; it is 0 until tests/gpu/test_gemm_wgmma.py has passed
-// on a GPU since the engine's sums over blocks were changed. Tuning flags reach the engine meanwhile.
-constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 0, GEMM_FIRST_WEIGHTS = 16'000'000;
+// What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 256 of
+// them; before that, where its output tiles make waves that are far from full.
+constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 1536, GEMM_FIRST_WEIGHTS = 4'000'000;
+
+// About how long dequantize + GEMM takes, in nanoseconds: 2.5 bytes a weight at 4.2 TB/s, 770 TFLOP/s.
+inline int64_t dequantize_gemm_ns(int64_t m, int64_t n, int64_t k) {
+  const int64_t dequantize = n * k / 1680 + 3000, gemm = m * n / 385 * k / 1000;
+  return dequantize + (gemm < 11000 ? 11000 : gemm);
+}
 
 // Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of
 // sm_80, against dequantize + GEMM, whose GEMM has wgmma there and is nearly twice as fast as the engine can be; on
@@ -136,9 +140,10 @@ struct Picker {
     return true;
   }
 
-  bool gemm_wgmma(int shape, bool cut) {
+  bool gemm_wgmma(int shape, int slices) {
+    const int sms = device.sms, shared = device.shared_bytes;
     if (!device.wgmma) return false;
-    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, cut, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, slices, sms, shared, launch.gemm_wgmma)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }
@@ -150,8 +155,11 @@ struct Picker {
   }
 
   bool from_gemm_costs() {
-    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS || w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
-    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes, launch.gemm_wgmma)) return false;
+    const int sms = device.sms, shared = device.shared_bytes;
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
+    if (w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
+    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, sms, shared, launch.gemm_wgmma)) return false;
+    if (estimated_ns(launch.gemm_wgmma) > dequantize_gemm_ns(a.m, w.n, w.k)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }
@@ -176,7 +184,7 @@ struct Picker {
     shape -= SMALL_BATCH_SHAPE_COUNT;
     if (shape < SMALL_WGMMA_SHAPE_COUNT) return a.m <= SMALL_WGMMA_SHAPES[shape].tokens && small_wgmma(shape, cut);
     shape -= SMALL_WGMMA_SHAPE_COUNT;
-    if (shape < GEMM_SHAPE_COUNT) return gemm_wgmma(shape, cut != 1);
+    if (shape < GEMM_SHAPE_COUNT) return gemm_wgmma(shape, cut > 0 ? cut : 1);
     shape -= GEMM_SHAPE_COUNT;
     return shape < GEMM_MMA_SHAPE_COUNT && gemm_mma(shape, cut != 1);
   }

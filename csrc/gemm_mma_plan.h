@@ -7,7 +7,7 @@
 
 #include "deal.h"
 #include "four_bit.h"
-#include "gemm_wgmma_plan.h"
+#include "gemm_cut.h"
 #include "layout.h"
 
 namespace nf4l {

@@ -6,7 +6,7 @@
 #include <stdint.h>
 
 #include "deal.h"
-#include "gemm_wgmma_plan.h"
+#include "gemm_cut.h"
 #include "layout.h"
 
 namespace nf4l {

@@ -1,22 +1,25 @@
-// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias from 129 tokens up, where multiplying takes longer than reading.
+// Engine for Hopper: y[m, n] = x[m, k] * weight^T + bias from 129 tokens up, where multiplying takes longer than
+// reading.
 //
-// The weight is the 64-row operand of wgmma m64nNk16, decoded into registers; the tokens are its N columns, read from shared
-// memory by the tensor cores. A block is one warpgroup that copies and two or three that multiply, 64 rows of an output tile
-// each. A k tile of 64 inputs travels through a ring in shared memory:
+// The weight is the 64-row operand of wgmma m64nNk16, decoded into registers; the tokens are its N columns, read from
+// shared memory by the tensor cores. A block is one warpgroup that copies and two or three that multiply, 64 rows of an
+// output tile each. A k tile of 64 inputs travels through a ring in shared memory:
 //
 //     producer     wait empty | x: TMA [tokens][64] | codes: TMA, a tile a row tile | scales to float32 | -> full
 //
 //     a k16 step   fence | wgmma | commit | wait for those before the last two | scale and round a later step,
 //                  into the registers that are free now | start the look-ups of the step behind it
 //
-// So the tensor cores always have the next wgmma of each warpgroup, and decoding has as long as they take for it; look-ups have
-// longer, because the tensor cores' own reads of shared memory come first.
+// So the tensor cores always have the next wgmma of each warpgroup, and decoding has as long as they take for it;
+// look-ups have longer, because the tensor cores' own reads of shared memory come first.
 //
-// What binds is shared memory, 128 bytes a cycle. A wgmma reads its tokens at 64; the rest is for look-ups, 8 bytes for two
-// weights however many tokens they meet, and for what the copy engine writes.
+// Two blocks of a cluster have the same tokens and neighbouring rows: each copies half of x to both, which halves what
+// comes from L2, 3 % of a long call's energy and so of its time. Or, where output tiles are few and in the last wave,
+// the blocks of a cluster share out the k tiles of one (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh). Blocks are
+// persistent.
 //
-// Blocks are persistent. Full waves of output tiles are dealt whole; the k tiles of the last one or two are dealt in
-// contiguous stretches (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh).
+// What binds is shared memory, 128 bytes a cycle, and power. A wgmma reads its tokens at 64; the rest is for look-ups,
+// 8 bytes for two weights however many tokens they meet, and for what the copy engine writes.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -49,6 +52,7 @@ struct GemmConsumer {
   using Decoder = typename Format::template Decoder<T>;
   const GemmRing<Format, SHAPE>& ring;
   const int row_tile, lane;
+  const int to;  // rank in the cluster of the block that this lane tells of stages that are free, or -1
   const Decoder decoder;
   GemmPosition<S.stages> at{0};
   int used = -1;                        // stage of the k tile before, which the tensor cores may still read
@@ -105,9 +109,10 @@ struct GemmConsumer {
     used = stage;
   }
 
+  // To all blocks of the cluster.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
+    if (used >= 0 && to >= 0) mbarrier_arrive_cluster(cluster_address(ring.empty(used), to));
   }
 
   // After the last k tile of a piece: the sums may be read.
@@ -137,32 +142,34 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
   const int warpgroup = warp / 4;
   Format::template fill_table<S.consumers * WARPGROUP>(smem, args, warp * WARP + lane);
   asm volatile("bar.sync 1, %0;" ::"n"(S.consumers * WARPGROUP) : "memory");
-  grid_wait();  // slots, flags and y may be in use until then
+  grid_wait();  // y may be in use until then
 
-  GemmConsumer<Format, T, SHAPE> consumer = {ring, warp, lane, {ring.smem, lane}};
-  const uint32_t buffers = ring.smem + ring.MAP.out + warpgroup * 2 * S.STORE_TOKENS * ring.MAP.out_line;
-  const GemmFinish<Format, T, SHAPE> finish = {args, buffers, warpgroup, warp % 4 * WARP + lane};
-
-  GemmPieces piece(args.cut, blockIdx.x);
-  while (piece.next()) {
+  const int to = lane < args.grid.blocks ? lane : -1;
+  GemmConsumer<Format, T, SHAPE> consumer = {ring, warp, lane, to, {ring.smem, lane}};
+  const uint32_t buffers = ring.smem + Format::BYTES.gap + warpgroup * ring.MAP.OUT_LINES * Format::BYTES.stride;
+  const GemmFinish<Format, T, SHAPE> finish = {args, ring.x(0), buffers, warpgroup, warp % 4 * WARP + lane};
+  GemmWork work(args.grid, blockIdx.x);
+  while (work.next()) {
     consumer.start();
-    for (int k = piece.begin; k < piece.end; ++k) consumer.multiply(k > piece.begin, k + 1 < piece.end);
+    for (int k = work.begin; k < work.end; ++k) consumer.multiply(k > work.begin, k + 1 < work.end);
     consumer.drain();
-    finish(consumer.sums, piece);
+    finish(consumer.sums, work);
   }
+  cluster_sync_threads();  // nobody reaches into a block that has ended
 }
 
 template <class Format, class T, int SHAPE>
 __global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
-    gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args, const __grid_constant__ CUtensorMap x) {
+    gemm_wgmma_kernel(const __grid_constant__ GemmArgs<typename Format::Weight> args,
+                      const __grid_constant__ CUtensorMap x) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) char smem[];
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmRing<Format, SHAPE> ring = {smem_address(smem)};
-  if (threadIdx.x == 0) ring.init();
-  __syncthreads();
+  if (threadIdx.x == 0) ring.init(args.grid.blocks);
+  cluster_sync_threads();
   if (warp >= S.consumers * 4) {
     setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
     gemm_produce<Format, SHAPE>(args, x, ring, warp - S.consumers * 4, lane);

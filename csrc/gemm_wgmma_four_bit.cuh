@@ -1,8 +1,8 @@
 // NF4 and FP4 for the prefill engine: how their codes and scales become wgmma operands.
 //
-// A weight is round(centroid * scale) with both in float32 and one rounding to T, bit for bit what dequantize gives: then the
-// product differs from that of dequantize and GEMM only by the order of its sums. Scaling the products of a k tile instead
-// (small_wgmma.cuh) would need a second set of sums, for which a tile of 128 x 256 leaves no registers.
+// A weight is round(centroid * scale) with both in float32 and one rounding to T, bit for bit what dequantize gives:
+// then the product differs from that of dequantize and GEMM only by the order of its sums. Scaling the products of a k
+// tile instead (small_wgmma.cuh) would need a second set of sums, for which a tile of 128 x 256 leaves no registers.
 //
 // A format gives the engine
 //     Weight        its part of the kernel's arguments
@@ -39,9 +39,8 @@ struct NestedCodeTable {
   }
 
   template <int THREADS>
-  __device__ __forceinline__ static void fill(uint32_t table, const float* nested_code, int thread) {
+  __device__ __forceinline__ static void fill_async(uint32_t table, const float* nested_code, int thread) {
     for (int i = thread; i < 256; i += THREADS) cp_async_4(address(table, i), nested_code + i, true);
-    cp_async_wait_all();
   }
 };
 
@@ -64,16 +63,16 @@ struct GemmFourBit {
   struct Decoder;
 };
 
-// Rows g and g + 8 of one row tile, for the thread that makes their scales: four k tiles at a time, which have come from memory
-// while the four before them were made.
+// Rows g and g + 8 of one row tile, for the thread that makes their scales: four k tiles at a time, which have come
+// from memory while the four before them were made.
 struct ScaleRows {
   const GemmFourBitWeight& weight;
   const uint8_t* at;  // the lane's own in the row tile's scales; NULL for rows that do not exist
   bool second;        // row g + 8 exists
   int group;          // second-level group in which the first block of row g lies
   int offset;         // of that block in its group
-  // With second-level scales: those of the burst's first and last k tile, of both rows, then the codes of both rows. Without:
-  // the scales, a pair for each k tile.
+  // With second-level scales: those of the burst's first and last k tile, of both rows, then the codes of both rows.
+  // Without: the scales, a pair for each k tile.
   uint32_t words[2 * BURST];
 
   __device__ __forceinline__ ScaleRows(const GemmFourBitWeight& w, int row_tile, int g) : weight(w) {
@@ -140,24 +139,29 @@ __device__ __forceinline__ void GemmFourBit::produce_scales(const GemmArgs<Weigh
   const int row_tile = thread / 8, g = thread % 8;
   float nested_offset = 0.0f;
   if (args.nested_code) {
+    NestedCodeTable::fill_async<THREADS>(ring.smem, args.nested_code, thread);
     nested_offset = __ldg(args.nested_offset);
-    NestedCodeTable::fill<THREADS>(ring.smem, args.nested_code, thread);
-    asm volatile("bar.sync 5, %0;" ::"n"(THREADS) : "memory");
   }
   GemmPosition<S.stages> at(1);
-  GemmPieces piece(args.cut, blockIdx.x);
-  while (piece.next()) {
-    ScaleRows rows(args, OutTile(args.cut, piece.tile).row_block * S.row_tiles() + row_tile, g);
-    const int first = piece.begin / BURST * BURST;
+  GemmWork work(args.grid, blockIdx.x);
+  bool table_filled = !args.nested_code;
+  while (work.next()) {
+    ScaleRows rows(args, work.row_block * S.row_tiles() + row_tile, g);
+    const int first = work.begin / BURST * BURST;
     rows.fetch(first);
-    for (int k = first; k < piece.end; k += BURST) {
+    if (!table_filled) {
+      cp_async_wait_all();
+      asm volatile("bar.sync 5, %0;" ::"n"(THREADS) : "memory");
+      table_filled = true;
+    }
+    for (int k = first; k < work.end; k += BURST) {
       float2 scales[BURST];
 #pragma unroll
       for (int j = 0; j < BURST; ++j) scales[j] = rows.scales(ring.smem, nested_offset, k, j);
       rows.fetch(k + BURST);
 #pragma unroll
       for (int j = 0; j < BURST; ++j) {
-        if (k + j < piece.begin || k + j >= piece.end) continue;
+        if (k + j < work.begin || k + j >= work.end) continue;
         mbarrier_wait(ring.empty(at.stage), at.phase);
         st_shared_f32x2(ring.scales(at.stage, row_tile) + g * 8, scales[j]);
         __syncwarp();

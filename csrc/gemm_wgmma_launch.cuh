@@ -7,7 +7,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "arrivals.h"
 #include "engines.h"
 #include "gemm_wgmma.cuh"
 #include "gemm_wgmma_four_bit.cuh"
@@ -20,7 +19,8 @@ namespace nf4l {
 template <class Format, class T, int SHAPE>
 int launch_gemm(const GemmPlan& plan, const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
                 bool dependent_launch, const LaunchTarget& target) {
-  const LaunchGrid grid = {plan.cut.blocks, GEMM_SHAPES[SHAPE].threads(), plan.shared_bytes};
+  const int blocks = plan.grid.clusters * plan.grid.blocks;
+  const LaunchGrid grid = {blocks, GEMM_SHAPES[SHAPE].threads(), plan.shared_bytes, plan.grid.blocks};
   return launch_kernel<gemm_wgmma_kernel<Format, T, SHAPE>>(target, grid, dependent_launch, args, x);
 }
 
@@ -43,20 +43,17 @@ int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const 
   static_cast<typename Format::Weight&>(a) = weight;
   const int row_tiles = int(ceil_div(a.n, TILE_ROWS));
   const int encoded =
-      encode_codes(a.code_map, codes, row_tiles, plan.cut.k_tiles, Format::BYTES.codes, shape.row_tiles());
+      encode_codes(a.code_map, codes, row_tiles, plan.grid.k_tiles, Format::BYTES.codes, shape.row_tiles());
   if (encoded) return encoded;
   a.bias = l.bias;
   a.y = l.y;
   a.m = int(l.m);
-  a.cut = plan.cut;
+  a.grid = plan.grid;
   a.vectors = a.n % 8 == 0 && aligned(l.y, 16);
-  Workspace workspace;
-  if (const int status = claim_workspace(workspace, l, plan.workspace_bytes, target)) return status;
-  a.slots = static_cast<float4*>(workspace.sums);
-  a.raised = workspace.arrivals;
   CUtensorMap x;
-  const int64_t k = int64_t(plan.cut.k_tiles) * GEMM_K, row_bytes = l.m > 1 ? l.x_stride * 2 : k * 2;
-  if (const int status = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, shape.tokens, 1)) {
+  const int64_t k = int64_t(plan.grid.k_tiles) * GEMM_K, row_bytes = l.m > 1 ? l.x_stride * 2 : k * 2;
+  const int box_tokens = shape.tokens / 2;
+  if (const int status = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, box_tokens, 1)) {
     return status;
   }
   const auto launch = gemm_launcher<Format, T>(plan.shape, std::make_index_sequence<GEMM_SHAPE_COUNT>());

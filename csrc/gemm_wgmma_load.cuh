@@ -1,5 +1,5 @@
-// The prefill engine's ways in: what a block works on, its ring, and the warp that feeds it. The engine itself, with the
-// story of all its files, is gemm_wgmma.cuh.
+// The prefill engine's ways in: what a block works on, its ring, and the warp that feeds it. The engine itself, with
+// the story of all its files, is gemm_wgmma.cuh.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,15 +12,14 @@
 
 namespace nf4l {
 
-// Weight is the format's description of a weight, with `n` and `code_map` (encode_codes, a row block's row tiles a box).
+// Weight is the format's description of a weight, with `n` and `code_map` (encode_codes, a row block's row tiles a
+// box).
 template <class Weight>
 struct GemmArgs : Weight {
   const void* bias;  // [n] or NULL
   void* y;           // [m, n]
-  float4* slots;     // [blocks][2][warpgroups][lane_results / 4][128]
-  unsigned* raised;  // [blocks], zero before and after
   int m;
-  GemmCut cut;
+  GemmGrid grid;
   bool vectors;      // rows of y start at multiples of 16 bytes
 };
 
@@ -53,38 +52,48 @@ struct GemmRing {
     return smem + MAP.scales + (stage * S.row_tiles() + row_tile) * Format::BYTES.scales;
   }
   // x is needed later than codes and scales, and takes longer.
-  __device__ __forceinline__ uint32_t full_codes(int stage) const { return smem + MAP.barriers + stage * GemmShared::BARRIERS; }
+  __device__ __forceinline__ uint32_t full_codes(int stage) const {
+    return smem + MAP.barriers + stage * GemmShared::BARRIERS;
+  }
   __device__ __forceinline__ uint32_t full_x(int stage) const { return full_codes(stage) + 8; }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full_codes(stage) + 16; }
 
-  // One thread, before anybody else uses the ring.
-  __device__ __forceinline__ void init() const {
+  // One thread, before anybody else uses the ring. A stage is empty when the consumers of all `blocks` of the cluster
+  // have read theirs, because the copies of one may go to all.
+  __device__ __forceinline__ void init(int blocks) const {
     for (int s = 0; s < S.stages; ++s) {
       mbarrier_init(full_codes(s), 1 + Format::scale_warps(S));
       mbarrier_init(full_x(s), 1);
-      mbarrier_init(empty(s), S.consumers * 4);
+      mbarrier_init(empty(s), blocks * S.consumers * 4);
     }
     fence_mbarrier_init();
   }
 };
 
-// One thread: x and the codes of every k tile, each by one copy, because a copy takes the engine 45 ns whatever its size. What
-// lies beyond the last token or row tile is zero.
+// One thread: the codes of every k tile, and x: of two blocks that share it each copies a half to both. A copy takes
+// the engine 45 ns whatever its size. What lies beyond the last token or row tile is zero.
 template <class Format, int SHAPE>
 __device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
                                      const GemmRing<Format, SHAPE>& ring) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
+  constexpr int HALF = S.tokens / 2;
+  static_assert(HALF % 8 == 0, "the swizzle goes by eight rows");
   GemmPosition<S.stages> at(1);
-  GemmPieces piece(args.cut, blockIdx.x);
-  while (piece.next()) {
-    const OutTile out(args.cut, piece.tile);
-    for (int k = piece.begin; k < piece.end; ++k) {
+  GemmWork work(args.grid, blockIdx.x);
+  while (work.next()) {
+    const int first = work.sliced ? 0 : work.rank, last = work.sliced ? 1 : work.rank;
+    const uint16_t to = uint16_t(work.sliced ? 1 << work.rank : 3);
+    for (int k = work.begin; k < work.end; ++k) {
       const uint32_t full_codes = ring.full_codes(at.stage), full_x = ring.full_x(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
       mbarrier_arrive_expect_tx(full_codes, S.row_tiles() * Format::BYTES.codes);
-      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, out.row_block * S.row_tiles(), full_codes);
+      const int row_tile = work.row_block * S.row_tiles();
+      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, row_tile, full_codes);
       mbarrier_arrive_expect_tx(full_x, S.x_bytes());
-      cp_async_bulk_tensor_3d(ring.x(at.stage), &x, 0, out.token_tile * S.tokens, k, full_x);
+      for (int half = first; half <= last; ++half) {
+        cp_async_bulk_tensor_3d_multicast(ring.x(at.stage) + half * HALF * GEMM_K * 2, &x, 0,
+                                          work.token_tile * S.tokens + half * HALF, k, full_x, to);
+      }
       at.step();
     }
   }

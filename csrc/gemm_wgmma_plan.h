@@ -1,19 +1,18 @@
-// The prefill engine seen from the host: its compiled shapes, how a call is cut into blocks, and the map of a block's shared
-// memory. Plain C++, so that tests and dispatch.h need no CUDA.
+// The prefill engine seen from the host: its compiled shapes, how a call is dealt to blocks, and the map of a block's
+// shared memory. Plain C++, so that tests and dispatch.h need no CUDA.
 #ifndef NF4LINEAR_GEMM_WGMMA_PLAN_H
 #define NF4LINEAR_GEMM_WGMMA_PLAN_H
 
 #include <stdint.h>
 
 #include "deal.h"
+#include "gemm_cut.h"
 #include "layout.h"
 
 namespace nf4l {
 
-constexpr int GEMM_K = 64;  // inputs of a k tile: what a stage of the ring holds
-
-// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply have 64 rows
-// each, and one more feeds them.
+// A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply have
+// 64 rows each, and one more feeds them.
 struct GemmShape {
   int tokens;     // the n of wgmma
   int consumers;  // warpgroups that multiply
@@ -25,19 +24,19 @@ struct GemmShape {
   NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
-  NF4L_HD constexpr int lane_results() const { return tokens / 2; }
-  // Sums of one output tile, float32.
-  NF4L_HD constexpr int slot_floats() const { return lane_results() * consumers * WARPGROUP; }
+  NF4L_HD constexpr int store_steps() const { return tokens / STORE_TOKENS; }
+  NF4L_HD constexpr int step_bytes() const { return STORE_TOKENS * block_rows() * 4; }  // float32 sums
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{128, 2, 7, 490}, {128, 3, 6, 690}, {192, 2, 5, 610}, {256, 2, 4, 750}};
+constexpr GemmShape GEMM_SHAPES[] = {{64, 2, 12, 375},  {96, 2, 9, 430},  {128, 2, 7, 475}, {128, 3, 6, 660},
+                                     {160, 2, 6, 530}, {192, 2, 5, 590}, {224, 2, 4, 665}, {256, 2, 4, 715}};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
 struct GemmFormatBytes {
   int table;   // for decoding, once
-  int gap;     // where in the table the first of many free lines of 128 bytes is, 0 if there are none
+  int gap;     // where in the table the first of many free lines of 128 bytes is
   int stride;  // from one free line to the next
   int codes;   // of a stage, for each row tile
   int scales;  // the same
@@ -47,166 +46,143 @@ constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, 128, 256, TILE_BYTES, TILE_ROW
 // Byte offsets in a block's shared memory. The decoding table is at 0; what is swizzled begins at multiples of 1024.
 struct GemmShared {
   int x;         // [stages][tokens][64], 16 bit
-  int out;       // [warpgroups][2][STORE_TOKENS] lines of [64], 16 bit: y on its way out, in the table's gaps if it has any
-  int out_line;  // bytes from one line to the next
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
   int barriers;  // uint64 [stages][full_codes, full_x, empty]
   int total;
 
   static constexpr int BARRIERS = 24;  // bytes of a stage
+  // Free lines of the table that y takes on its way out: [warpgroups][2][STORE_TOKENS] lines of [64], 16 bit.
+  static constexpr int OUT_LINES = 2 * GemmShape::STORE_TOKENS;  // of a warpgroup
 
   NF4L_HD constexpr GemmShared(GemmShape shape, GemmFormatBytes format)
       : x(format.table),
-        out(format.gap > 0 ? format.gap : x + shape.stages * shape.x_bytes()),
-        out_line(format.gap > 0 ? format.stride : 128),
-        codes(x + shape.stages * shape.x_bytes() + (format.gap > 0 ? 0 : shape.consumers * 2 * GemmShape::STORE_TOKENS * 128)),
+        codes(x + shape.stages * shape.x_bytes()),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
         total(barriers + shape.stages * BARRIERS) {}
 };
 
-// How a call is cut. Each block takes output tiles whole, block b those numbered b, b + blocks, ... below `whole_tiles`. The k
-// tiles of all later ones lie in one line, of which each block has a stretch, so that all blocks end together.
-struct GemmCut {
-  int k_tiles, token_tiles, row_blocks;
-  int blocks;
-  int whole_tiles;
-  Deal deal;  // of the line, in k tiles
+// How a call is dealt to clusters of `blocks` blocks, cluster c of so many.
+//
+// First come pairs: output tiles of two neighbouring row blocks and the same tokens, one for each block of a cluster of
+// two, which share x. Cluster c takes pairs c, c + clusters, ... below `pairs`. The output tiles of the others, at most
+// one for each cluster, are shared out within it instead: a slice of the k tiles for each block. So the last wave may
+// be half a wave, and where output tiles are few there are no pairs at all.
+struct GemmGrid {
+  int k_tiles, token_tiles, row_pairs;  // where row blocks are odd in number, the last pairs have an empty tile
+  int blocks, clusters, pairs;
+
+  NF4L_HD constexpr int sliced_tiles() const { return 2 * (token_tiles * row_pairs - pairs); }
+  NF4L_HD constexpr int first_k(int slice) const { return k_tiles * slice / blocks; }
 };
 
-// Where an output tile lies. Tiles of four token tiles follow each other along the rows: what blocks read at the same time
-// stays in L2.
-struct OutTile {
-  static constexpr int GROUP = 4;
-  int token_tile, row_block;
+// A block's work, one piece after the other: k tiles begin .. end - 1 of an output tile.
+struct GemmWork {
+  const GemmGrid& grid;
+  const int cluster, rank;
+  int next_pair;
+  bool sliced = false;  // the piece in hand is the last one, and a slice
+  int token_tile = 0, row_block = 0, begin = 0, end = 0;
 
-  NF4L_HD OutTile(const GemmCut& cut, int tile) {
-    const int group = tile / (GROUP * cut.row_blocks), rest = tile - group * GROUP * cut.row_blocks;
-    const int left = cut.token_tiles - group * GROUP, tokens = left < GROUP ? left : GROUP;
-    row_block = rest / tokens;
-    token_tile = group * GROUP + rest - row_block * tokens;
-  }
-};
-
-// A block's work, one piece after the other: k tiles begin .. end - 1 of one output tile.
-struct GemmPieces {
-  const GemmCut& cut;
-  int whole;       // the next whole tile
-  int unit, stop;  // what is left of the stretch
-  int tile = 0, begin = 0, end = 0;
-
-  NF4L_HD GemmPieces(const GemmCut& c, int block)
-      : cut(c), whole(block), unit(c.deal.first_unit(block)), stop(c.deal.first_unit(block + 1)) {}
-
-  NF4L_HD int k_tiles_left() const {
-    const int tiles = whole < cut.whole_tiles ? (cut.whole_tiles - whole + cut.blocks - 1) / cut.blocks : 0;
-    return tiles * cut.k_tiles + stop - unit;
-  }
-
-  NF4L_HD bool whole_tile() const { return end - begin == cut.k_tiles; }
-  // Whether the piece in hand is the block's last one.
-  NF4L_HD bool last() const { return whole >= cut.whole_tiles && unit == stop; }
+  NF4L_HD GemmWork(const GemmGrid& g, int block)
+      : grid(g), cluster(block / g.blocks), rank(block - cluster * g.blocks), next_pair(cluster) {}
 
   // Goes to the next piece; false when there is none.
   NF4L_HD bool next() {
-    if (whole < cut.whole_tiles) {
-      tile = whole;
-      begin = 0;
-      end = cut.k_tiles;
-      whole += cut.blocks;
+    if (next_pair < grid.pairs) {
+      take(next_pair, rank, 0, grid.k_tiles);
+      next_pair += grid.clusters;
       return true;
     }
-    if (unit == stop) return false;
-    const int cut_tile = unit / cut.k_tiles;
-    tile = cut.whole_tiles + cut_tile;
-    begin = unit - cut_tile * cut.k_tiles;
-    end = begin + stop - unit < cut.k_tiles ? begin + stop - unit : cut.k_tiles;
-    unit += end - begin;
+    if (sliced || cluster >= grid.sliced_tiles()) return false;
+    sliced = true;
+    take(grid.pairs + cluster / 2, cluster % 2, grid.first_k(rank), grid.first_k(rank + 1));
     return true;
+  }
+
+  NF4L_HD void take(int pair, int row, int from, int to) {
+    const OutTile tile(grid.token_tiles, grid.row_pairs, pair);
+    token_tile = tile.token_tile;
+    row_block = 2 * tile.row_block + row;
+    begin = from;
+    end = to;
   }
 };
 
-// The blocks that share a cut output tile, and what each of them does for its sum. All leave sums to others; those whose
-// stretch ends here, at about the same time, then add up and store a part of the tile's tokens each. So nobody waits who has
-// other work left. A block has only one such tile, so that the first block stands for the tile.
-struct GemmSharers {
-  int first, count;  // blocks
-  int finishers;     // the first so many of them
+// How the blocks of a cluster add up their slices. Each of them stores some of the tile's tokens, in steps of
+// STORE_TOKENS, and gets the others' sums of these into its shared memory, where x has been.
+struct GemmShares {
+  int steps, slices;
 
-  NF4L_HD GemmSharers(const GemmCut& cut, int tile) {
-    const int begin = (tile - cut.whole_tiles) * cut.k_tiles, end = begin + cut.k_tiles;
-    first = cut.deal.blocks_before(begin + 1) - 1;
-    count = cut.deal.blocks_before(end) - first;
-    finishers = cut.deal.first_unit(first + count) > end ? count - 1 : count;
+  // Slice `slice` stores steps first(slice) .. first(slice + 1) - 1.
+  NF4L_HD constexpr int first(int slice) const { return (slice * steps + slices - 1) / slices; }
+  NF4L_HD constexpr int owner(int step) const { return step * slices / steps; }
+  // Where the owner of a step finds slice `from`'s sums of it, in step_bytes().
+  NF4L_HD constexpr int place(int step, int from) const {
+    const int to = owner(step);
+    return (step - first(to)) * (slices - 1) + from - (from > to);
   }
-
-  // Which of the finishers stores part `part` of `parts`.
-  NF4L_HD int finisher(int part, int parts) const { return part * finishers / parts; }
 };
 
 // One launch.
 struct GemmPlan {
   int shape;  // in GEMM_SHAPES
-  GemmCut cut;
+  GemmGrid grid;
   int shared_bytes;
-  int64_t workspace_bytes;  // 0 where nothing is cut; else two slots a block, and a set of counters at the end
 };
 
-// What an output tile costs beside its k tiles, and what it costs if blocks share it: sums written, waited for, read.
-constexpr int GEMM_STORE_NS = 600, GEMM_SHARE_NS = 9000;
-// No block gets less of the line, and no more blocks share an output tile (but for one that ends and one that begins there).
-constexpr int GEMM_LEAST_TILES = 4, GEMM_MOST_SHARERS = 16;
+// What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large clusters,
+// for each block but one, and sums that are sent and read.
+constexpr int GEMM_START_NS = 5500, GEMM_STORE_NS = 1500, GEMM_SLICE_NS = 1000, GEMM_SLICE_BYTES_A_NS = 60;
+// Slices of an output tile at most, so blocks of a cluster. More than two only where there are no pairs.
+constexpr int GEMM_MOST_SLICES = 4;
 
-// False when nothing fits, or when an index would leave 32 bits. `cut` false: all output tiles whole.
-inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, bool cut, int sms,
+// Clusters of so many blocks that run at the same time. One lies within a part of the GPU whose number of SMs is even
+// but no multiple of more: on an H200, 39 clusters of three and 30 of four find room.
+constexpr int clusters_at_once(int sms, int blocks) { return (blocks > 2 ? sms * 7 / 8 : sms) / blocks; }
+
+// How long a launch takes, in nanoseconds.
+inline int64_t estimated_ns(const GemmPlan& plan) {
+  const GemmShape shape = GEMM_SHAPES[plan.shape];
+  const GemmGrid& grid = plan.grid;
+  const int64_t whole = grid.k_tiles * shape.tile_ns + GEMM_STORE_NS;
+  const int64_t sent = int64_t(shape.store_steps()) * shape.step_bytes() * (grid.blocks - 1) / grid.blocks;
+  const int64_t slice = ceil_div(grid.k_tiles, grid.blocks) * shape.tile_ns + GEMM_STORE_NS +
+                        (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS;
+  return GEMM_START_NS + ceil_div(grid.pairs, grid.clusters) * whole + (grid.sliced_tiles() > 0 ? slice : 0);
+}
+
+// False when nothing fits, when an index would leave 32 bits, or when so many slices (1: none) leave SMs without work.
+inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, int slices, int sms,
                       int shared_limit, GemmPlan& plan) {
   const GemmShape shape = GEMM_SHAPES[shape_index];
-  const int64_t token_tiles = ceil_div(m, shape.tokens), row_blocks = ceil_div(n, shape.block_rows()), k_tiles = k / GEMM_K;
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
-  if (token_tiles > INT32_MAX / 2 / row_blocks) return false;
-  const int64_t tiles = token_tiles * row_blocks;
+  const int64_t token_tiles = ceil_div(m, shape.tokens), row_pairs = ceil_div(n, 2 * shape.block_rows());
+  if (token_tiles > INT32_MAX / 4 / row_pairs) return false;
+  const int blocks = slices > 2 ? slices : 2, most = clusters_at_once(sms, blocks), k_tiles = int(k / GEMM_K);
   const int shared = GemmShared(shape, format).total;
-  if (shared > shared_limit) return false;
-  const int64_t most = sms < MAX_BLOCKS ? sms : MAX_BLOCKS;
-  int64_t blocks = tiles < most ? tiles : most, whole_tiles = tiles;
-  const int64_t waves = tiles / most, rest = tiles % most;
-  if (cut && rest > 0) {
-    // The last wave is cut, together with the one before it: then no tile is in more than three pieces.
-    const int64_t cut_tiles = rest + (waves > 0 ? most : 0), units = cut_tiles * k_tiles;
-    int64_t parts = units / GEMM_LEAST_TILES < cut_tiles * GEMM_MOST_SHARERS ? units / GEMM_LEAST_TILES
-                                                                            : cut_tiles * GEMM_MOST_SHARERS;
-    parts = parts < cut_tiles ? cut_tiles : parts;
-    parts = parts < most ? parts : most;
-    if (units * shape.tile_ns + GEMM_SHARE_NS * parts < parts * k_tiles * ((waves > 0) + 1) * shape.tile_ns) {
-      blocks = parts;
-      whole_tiles = tiles - cut_tiles;
-    }
-  }
-  const int64_t units = (tiles - whole_tiles) * k_tiles;
-  if (units > INT32_MAX) return false;
-  const Deal deal = {int(units / blocks), int(units % blocks)};
-  plan = {shape_index, {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal}, shared,
-          units > 0 ? blocks * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
+  if (shared > shared_limit || slices > GEMM_MOST_SLICES || most == 0) return false;
+  const int64_t all = token_tiles * row_pairs, sliced = slices == 1 ? 0 : slices == 2 ? all % most : all;
+  if (slices > 1 && (sliced == 0 || 2 * sliced > most || k_tiles < slices * GEMM_LEAST_TILES)) return false;
+  const int64_t wanted = all - sliced > 2 * sliced ? all - sliced : 2 * sliced;
+  plan = {shape_index,
+          {k_tiles, int(token_tiles), int(row_pairs), blocks, int(wanted < most ? wanted : most), int(all - sliced)},
+          shared};
   return true;
 }
 
-// How long the slowest block of a plan takes, in nanoseconds, not counting the start.
-inline int64_t estimated_ns(const GemmPlan& plan) {
-  const GemmCut& cut = plan.cut;
-  const int64_t tile_ns = GEMM_SHAPES[plan.shape].tile_ns, stretch = cut.deal.base + (cut.deal.extra > 0);
-  const int64_t whole = ceil_div(cut.whole_tiles, cut.blocks) * (cut.k_tiles * tile_ns + GEMM_STORE_NS);
-  return whole + (stretch > 0 ? stretch * tile_ns + GEMM_STORE_NS + GEMM_SHARE_NS : 0);
-}
-
-// The plan of the shape that should take least; false when none fits.
-inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int sms, int shared_limit, GemmPlan& best) {
+// The plan of the shape and number of slices that should take least; false when none fits.
+inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int sms, int shared_limit,
+                           GemmPlan& best) {
   bool found = false;
   for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
-    GemmPlan plan;
-    if (!plan_gemm(m, n, k, format, shape, true, sms, shared_limit, plan)) continue;
-    if (!found || estimated_ns(plan) < estimated_ns(best)) best = plan;
-    found = true;
+    for (int slices = 1; slices <= GEMM_MOST_SLICES; ++slices) {
+      GemmPlan plan;
+      if (!plan_gemm(m, n, k, format, shape, slices, sms, shared_limit, plan)) continue;
+      if (!found || estimated_ns(plan) < estimated_ns(best)) best = plan;
+      found = true;
+    }
   }
   return found;
 }

@@ -14,6 +14,7 @@ struct LaunchGrid {
   dim3 blocks;
   int threads;       // of a block
   int shared_bytes;  // of a block
+  int cluster = 1;   // blocks that run at the same time, near each other
 };
 
 // The architecture that the code of KERNEL was compiled for, after allowing it all the shared memory there is; or a
@@ -44,16 +45,23 @@ bool can_launch_early(const LaunchTarget& target) {
 template <auto KERNEL, class... Args>
 int launch_kernel(const LaunchTarget& target, const LaunchGrid& grid, bool dependent, const Args&... args) {
   if (const int arch = prepare_kernel<KERNEL>(target); arch < 0) return arch;
-  cudaLaunchAttribute early = {};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2] = {};
+  int count = 0;
+  if (dependent) {
+    attributes[count].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attributes[count++].val.programmaticStreamSerializationAllowed = 1;
+  }
+  if (grid.cluster > 1) {
+    attributes[count].id = cudaLaunchAttributeClusterDimension;
+    attributes[count++].val.clusterDim = {unsigned(grid.cluster), 1, 1};
+  }
   cudaLaunchConfig_t config = {};
   config.gridDim = grid.blocks;
   config.blockDim = grid.threads;
   config.dynamicSmemBytes = grid.shared_bytes;
   config.stream = target.stream;
-  config.attrs = &early;
-  config.numAttrs = dependent ? 1 : 0;
+  config.attrs = attributes;
+  config.numAttrs = count;
   return status_of(cudaLaunchKernelEx(&config, KERNEL, args...));
 }
 

@@ -47,6 +47,29 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(REGISTERS));
 }
 
+// ---- clusters: blocks that run at the same time and reach each other's shared memory --------------------------------
+
+// All threads of the cluster's blocks that have not ended, warps together; what they wrote before, all see after it.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+// The same, where what they wrote does not matter: nothing is waited for but the threads.
+__device__ __forceinline__ void cluster_sync_threads() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+// Where block `rank` of the cluster has what this block has at `address` of its shared memory.
+__device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+__device__ __forceinline__ void st_cluster_f32x4(uint32_t there, float4 v) {
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+}
+
+// ---- matrices -------------------------------------------------------------------------------------------------------
+
 // Four 8x8 matrices of 16-bit values, each transposed; lane l gives the address of column l % 8 of matrix l / 8, and holds
 // the pair of row l / 4, columns 2 (l % 4) and + 1.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
@@ -104,8 +127,11 @@ NF4L_WGMMA_FUNCTION("32", 16, NF4L_D16, "%16, %17, %18, %19", "%20", "%21", NF4L
 NF4L_WGMMA_FUNCTION("64", 32, NF4L_D32, "%32, %33, %34, %35", "%36", "%37", NF4L_R32(0))
 NF4L_WGMMA_FUNCTION("96", 48, NF4L_D48, "%48, %49, %50, %51", "%52", "%53", NF4L_R32(0), NF4L_R16(32))
 NF4L_WGMMA_FUNCTION("128", 64, NF4L_D64, "%64, %65, %66, %67", "%68", "%69", NF4L_R64(0))
+NF4L_WGMMA_FUNCTION("160", 80, NF4L_D80, "%80, %81, %82, %83", "%84", "%85", NF4L_R64(0), NF4L_R16(64))
 NF4L_WGMMA_FUNCTION("192", 96, NF4L_D96, "%96, %97, %98, %99", "%100", "%101", NF4L_R64(0), NF4L_R32(64))
 NF4L_WGMMA_FUNCTION("216", 108, NF4L_D108, "%108, %109, %110, %111", "%112", "%113", NF4L_R64(0), NF4L_R32(64), NF4L_R8(96), NF4L_R4(104))
+NF4L_WGMMA_FUNCTION("224", 112, NF4L_D112, "%112, %113, %114, %115", "%116", "%117", NF4L_R64(0), NF4L_R32(64),
+                    NF4L_R16(96))
 NF4L_WGMMA_FUNCTION("256", 128, NF4L_D128, "%128, %129, %130, %131", "%132", "%133", NF4L_R64(0), NF4L_R64(64))
 
 #undef NF4L_WGMMA_FUNCTION

@@ -1,6 +1,7 @@
-"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, nobody waits before his
-own work is done, memory that suffices."""
+"""How the prefill engine deals its work, walked on the host: every output tile and k tile once, every partial sum sent
+to a place of its own, memory that suffices."""
 
+import re
 import shutil
 import subprocess
 from itertools import pairwise
@@ -16,8 +17,9 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
-SHAPE_COUNT = 4
-LEAST_TILES, MOST_SHARERS = 4, 16
+PLAN = (CSRC / "gemm_wgmma_plan.h").read_text()
+SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+)\}", PLAN)
+MOST_SLICES = 4
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -34,101 +36,105 @@ def ask(program: Path, questions: list[str]) -> list[str]:
     return subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
 
 
-def question(shape, m, n, k, *, cut=1, sms=SMS, shared=SHARED) -> str:
-    return " ".join(map(str, (shape, m, n, k, cut, sms, shared)))
+def question(shape, m, n, k, *, slices=1, sms=SMS, shared=SHARED) -> str:
+    return " ".join(map(str, (shape, m, n, k, slices, sms, shared)))
 
 
 def numbers(text: str) -> list[int]:
     return [int(word) for word in text.split()]
 
 
-def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) -> None:
-    plan, *blocks = answer.split(";")
-    tokens, block_rows, k_tiles, token_tiles, row_blocks, count, whole, shared, workspace, slot = numbers(plan)
-    assert k_tiles == k // 64 and token_tiles == -(-m // tokens) and row_blocks == -(-n // block_rows)
-    assert len(blocks) == count <= min(sms, 256) and shared <= SHARED
-    spans: dict[int, list[tuple[int, int]]] = {}
-    places: dict[int, tuple[int, int]] = {}
-    sharers: dict[int, tuple[int, int, int]] = {}
-    met: dict[int, list[tuple[int, int]]] = {}
-    slots = set()
-    lengths = []
-    for block, text in enumerate(blocks):
-        length, *pieces = text.split(",")
-        assert sum(p[2] - p[1] for p in map(numbers, pieces)) == int(length)
-        lengths.append(int(length))
-        for index, (tile, begin, end, token_tile, row_block, last, *shared_by) in enumerate(map(numbers, pieces)):
-            spans.setdefault(tile, []).append((begin, end))
-            assert places.setdefault(tile, (token_tile, row_block)) == (token_tile, row_block)
-            assert last == (index == len(pieces) - 1)
-            if tile < whole:
-                assert (begin, end, *shared_by) == (0, k_tiles, 0, 0, 0) and tile % count == block
-            elif end - begin < k_tiles:
-                assert sharers.setdefault(tile, tuple(shared_by)) == tuple(shared_by)
-                met.setdefault(tile, []).append((block, last))
-                assert (begin == 0) == (block == shared_by[0]), "the first sharer begins the tile"
-                assert (block, begin == 0) not in slots, "a slot holds one tile's sums"
-                slots.add((block, begin == 0))
-    for tile, (first, number, finishers) in sharers.items():
-        assert met[tile] == [(first + i, i < finishers) for i in range(number)], "who finishes has nothing else to do"
-        least = max(LEAST_TILES, k_tiles // MOST_SHARERS)  # of a block's stretch
-        assert 1 <= finishers <= number <= -(-(k_tiles - 1) // least) + 1
-    assert len({first for first, *_ in sharers.values()}) == len(sharers), "a counter counts for one tile"
-    assert sorted(spans) == list(range(token_tiles * row_blocks))
-    assert len(set(places.values())) == len(places)
-    assert all(0 <= t < token_tiles and 0 <= r < row_blocks for t, r in places.values())
-    for parts in spans.values():
-        parts.sort()
-        assert parts[0][0] == 0 and parts[-1][1] == k_tiles and all(a[1] == b[0] for a, b in pairwise(parts))
-    assert workspace == (count * 2 * slot + 1024 if whole < len(spans) else 0)
-    if whole < len(spans):
-        assert cut and max(lengths) - min(lengths) <= 1, "all blocks end together"
-    if whole >= count:
-        assert all(len(parts) <= 3 for parts in spans.values())
+def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -> None:
+    plan, *parts = answer.split(";")
+    tokens, block_rows, k_tiles, token_tiles, row_pairs, blocks, clusters, _, steps, shared, places = numbers(plan)
+    assert k_tiles == k // 64 and token_tiles == -(-m // tokens) and row_pairs == -(-n // (2 * block_rows))
+    assert shared <= SHARED and clusters * blocks <= sms and blocks == max(slices, 2)
+    works, shares = parts[: clusters * blocks], parts[clusters * blocks :]
+    assert len(shares) == blocks
+    spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for cluster in range(clusters):
+        mine = [list(map(numbers, text.split(","))) for text in works[cluster * blocks : (cluster + 1) * blocks]]
+        assert len(mine[0]) >= 1 and len({len(pieces) for pieces in mine}) == 1, "its blocks do everything together"
+        for index, pieces in enumerate(zip(*mine, strict=True)):
+            places_of = [tuple(piece[3:]) for piece in pieces]
+            for sliced, begin, end, *where in pieces:
+                assert end > begin
+                spans.setdefault(tuple(where), []).append((begin, end))
+                assert sliced == pieces[0][0] and (not sliced or index == len(mine[0]) - 1), "the ring is empty then"
+            if pieces[0][0]:
+                assert len(set(places_of)) == 1, "one tile"
+                lengths = [end - begin for _, begin, end, *_ in pieces]
+                assert max(lengths) - min(lengths) <= 1, "stages are released by all blocks of a cluster"
+            else:
+                (token_tile, row), (other, next_row) = places_of
+                assert (other, next_row) == (token_tile, row + 1) and row % 2 == 0, "one x"
+    assert sorted(spans) == [(t, r) for t in range(token_tiles) for r in range(2 * row_pairs)]
+    for cut in spans.values():
+        cut.sort()
+        assert cut[0][0] == 0 and cut[-1][1] == k_tiles and all(a[1] == b[0] for a, b in pairwise(cut))
+        assert len(cut) in (1, slices)
+    check_shares(shares, steps, places)
+
+
+def check_shares(shares: list[str], steps: int, places: int) -> None:
+    """Each step is stored by one slice, which finds the sums of all others at places of their own."""
+    owners: dict[int, int] = {}
+    taken: dict[int, list[tuple[int, int]]] = {}
+    for slice_, text in enumerate(shares):
+        own, *sent = text.split(",")
+        first, stop = numbers(own)
+        for step in range(first, stop):
+            assert owners.setdefault(step, slice_) == slice_
+        assert {step for step, *_ in map(numbers, sent)} == set(range(steps)) - set(range(first, stop))
+        for step, owner, place in map(numbers, sent):
+            assert 0 <= place < places
+            taken.setdefault(owner, []).append((place, step))
+    assert sorted(owners) == list(range(steps))
+    for owner, found in taken.items():
+        assert len({place for place, _ in found}) == len(found), "two sums at one place"
+        assert all(owners[step] == owner for _, step in found)
 
 
 @QUICK
 @given(
-    shape=st.integers(0, SHAPE_COUNT - 1),
+    shape=st.integers(0, len(SHAPES) - 1),
     m=st.integers(1, 3000),
     n=st.integers(1, 20_000),
     tiles=st.integers(1, 300),
-    cut=st.booleans(),
+    slices=st.integers(1, MOST_SLICES),
     sms=st.sampled_from([1, 16, 78, 114, 132, 300]),
 )
-def test_every_tile_and_every_slot_once(program, shape, m, n, tiles, cut, sms):
-    (answer,) = ask(program, [question(shape, m, n, tiles * 64, cut=int(cut), sms=sms)])
-    check_walk(answer, m, n, tiles * 64, sms, cut)
+def test_every_tile_and_every_place_once(program, shape, m, n, tiles, slices, sms):
+    tokens, consumers = map(int, SHAPES[shape][:2])
+    (answer,) = ask(program, [question(shape, m, n, tiles * 64, slices=slices, sms=sms)])
+    pairs = -(-m // tokens) * -(-n // (128 * consumers))
+    most = (sms * 7 // 8 if slices > 2 else sms) // max(2, slices)
+    sliced = 0 if slices == 1 or most == 0 else pairs % most if slices == 2 else pairs
+    if most == 0 or (slices > 1 and (sliced == 0 or 2 * sliced > most or tiles < 4 * slices)):
+        assert answer == "none"
+    else:
+        check_walk(answer, m, n, tiles * 64, sms, slices)
 
 
-@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_real_models_fit(program, shape):
     shapes = (
         (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (128256, 4096),
         (1024, 4096), (576, 1536),
     )  # fmt: skip
-    asked = [(m, n, k) for n, k in shapes for m in (65, 128, 512, 4096)]
-    for answer, (m, n, k) in zip(ask(program, [question(shape, *a) for a in asked]), asked, strict=True):
-        check_walk(answer, m, n, k, SMS)
+    asked = [(m, n, k, s) for n, k in shapes for m in (65, 128, 512, 4096) for s in (1, 2, 3, 4)]
+    answers = ask(program, [question(shape, m, n, k, slices=s) for m, n, k, s in asked])
+    for answer, (m, n, k, slices) in zip(answers, asked, strict=True):
+        if slices == 1 or answer != "none":
+            check_walk(answer, m, n, k, SMS, slices)
 
 
-def test_few_output_tiles_keep_all_sms_busy(program):
-    """4096 rows and 128 tokens are 32 tiles of 128 x 128."""
-    (answer,) = ask(program, [question(0, 128, 4096, 4096)])
-    assert len(answer.split(";")) - 1 == SMS
-
-
-def test_a_last_wave_that_is_nearly_full_is_not_cut(program):
-    (answer,) = ask(program, [question(3, 256, 130 * 128, 4096)])
-    assert numbers(answer.split(";")[0])[5:7] == [130, 130]
-
-
-@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_100_000_tokens_and_weights_beyond_two_to_the_33(program, shape):
     for m, n, k in ((100_003, 4096, 4096), (100, 131_088, 65_536), (2**20, 2**20, 64)):
         (answer,) = ask(program, [question(shape, m, n, k, sms=4)])
-        tokens, block_rows, k_tiles, token_tiles, row_blocks, *_ = numbers(answer.split(";")[0])
-        assert (k_tiles, token_tiles, row_blocks) == (k // 64, -(-m // tokens), -(-n // block_rows))
+        tokens, block_rows, k_tiles, token_tiles, row_pairs, *_ = numbers(answer.split(";")[0])
+        assert (k_tiles, token_tiles, row_pairs) == (k // 64, -(-m // tokens), -(-n // (2 * block_rows)))
 
 
 def test_what_does_not_fit_is_refused(program):
@@ -138,5 +144,6 @@ def test_what_does_not_fit_is_refused(program):
         question(3, 1, 128, 2**31),
         question(3, 2**30, 2**30, 64),  # more output tiles than 32-bit indices count
         question(3, 512, 4096, 4096, shared=101376),
+        question(3, 1, 64, 4096, slices=MOST_SLICES + 1),
     ]
     assert ask(program, asked) == ["none"] * len(asked)

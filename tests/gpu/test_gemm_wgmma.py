@@ -1,6 +1,6 @@
 """The prefill engine: weights bit for bit those of dequantize, sums as accurate as a GEMM's, and nothing but y written.
 
-Its blocks leave partial sums to each other, so the cuts matter: every shape is tried with and without them.
+Blocks of a cluster may share an output tile and send partial sums to each other: every shape is tried with and without.
 """
 
 import pytest
@@ -13,7 +13,7 @@ from order_of_work import (  # noqa: F401
 )
 
 from nf4linear import native, ops, reference, reorder
-from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
+from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_GEMM_SLICES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
 from operands import fresh_weight, geometry, operands, spec_id
 
@@ -39,12 +39,24 @@ SPECS = (
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.
 SHAPES = tuple(tokens for tokens, _ in TUNE_GEMM_SHAPES)
 FIRST_SHAPE = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
-CUT, WHOLE = 0, 1
 
 
-def tuned(shape: int, cut: int = CUT) -> int:
+def tuned(shape: int, slices: int = 1) -> int:
     """Flags that take a compiled shape in place of the launch table's choice."""
-    return (1 + FIRST_SHAPE + shape) << 8 | cut << 16
+    return (1 + FIRST_SHAPE + shape) << 8 | slices << 16
+
+
+def slices_of(shape: int, spec: FourBitSpec, tokens: int, sms: int = 132) -> list[int]:
+    """All numbers of slices that a call may have."""
+    width, consumers = TUNE_GEMM_SHAPES[shape]
+    pairs = -(-tokens // width) * -(-spec.n // (128 * consumers))
+
+    def fits(slices: int) -> bool:
+        room = sms // 2 if slices == 2 else sms * 7 // 8 // slices
+        sliced = pairs % room if slices == 2 else pairs
+        return 0 < 2 * sliced <= room and spec.k >= 256 * slices
+
+    return [slices for slices in TUNE_GEMM_SLICES if slices == 1 or fits(slices)]
 
 
 EVERY_SHAPE = pytest.mark.parametrize("shape", range(len(SHAPES)))
@@ -74,8 +86,8 @@ def test_identity_activations_give_the_dequantized_weight(weight, library, dtype
     spec, canonical, packed = weight
     want = reference.dequantize(spec, canonical, dtype)
     x = torch.eye(spec.k, device="cuda", dtype=dtype)
-    for cut in (CUT, WHOLE):
-        assert torch.equal(launch(library, spec, packed, x, tuned(shape, cut)).T, want)
+    for slices in slices_of(shape, spec, spec.k):
+        assert torch.equal(launch(library, spec, packed, x, tuned(shape, slices)).T, want)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -89,16 +101,17 @@ def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, shape):
         exact = x.double() @ exact_weight.double().T + bias.double()
         gemm = torch.nn.functional.linear(x, exact_weight, bias)
         most = 1.02 * relative_error(gemm, exact) + 1e-5
-        for cut in (CUT, WHOLE):
-            got = launch(library, spec, packed, x, tuned(shape, cut), bias)
-            assert relative_error(got, exact) <= most, (tokens, cut)
-            for flags in (PLAIN, DEPENDENT):
-                assert torch.equal(got, launch(library, spec, packed, x, tuned(shape, cut) | flags, bias)), tokens
+        for slices in slices_of(shape, spec, tokens):
+            flags = tuned(shape, slices)
+            got = launch(library, spec, packed, x, flags, bias)
+            assert relative_error(got, exact) <= most, (tokens, slices)
+            for launched in (PLAIN, DEPENDENT):
+                assert torch.equal(got, launch(library, spec, packed, x, flags | launched, bias)), (tokens, slices)
 
 
 @EVERY_SHAPE
 def test_large_shapes(library, shape):
-    """Full waves, cut waves, stretches that meet three output tiles, rings that go round."""
+    """Full waves and others, slices of all sizes, rings that go round."""
     for n, k in ((14336 + 24, 4096 + 64), (2064, 14336), (4096, 4096)):
         spec = FourBitSpec("nf4", n, k)
         packed = random_weight(spec)
@@ -106,9 +119,9 @@ def test_large_shapes(library, shape):
         x = torch.randn(1100, spec.k, device="cuda", dtype=torch.bfloat16)
         exact = x.float() @ dense.float().T
         for tokens in (65, 128, 200, 256, 511, 1100):
-            for cut in (CUT, WHOLE):
-                got = launch(library, spec, packed, x[:tokens], tuned(shape, cut))
-                assert relative_error(got, exact[:tokens].double()) < 2e-3, (n, k, tokens, cut)
+            for slices in slices_of(shape, spec, tokens):
+                got = launch(library, spec, packed, x[:tokens], tuned(shape, slices))
+                assert relative_error(got, exact[:tokens].double()) < 2e-3, (n, k, tokens, slices)
 
 
 def test_many_tokens_and_outputs_beyond_two_to_the_31(library):
@@ -211,12 +224,13 @@ def test_rows_of_activations_apart(weight, library, shape):
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
 
-# (spec, tokens, flags): output tiles cut by many blocks, by few, and by none.
+# (spec, tokens, flags): output tiles of four blocks, of two, of one, and of one and then of two.
 ORDERED = (
-    (FourBitSpec("nf4", 256, 8192), 100, tuned(SHAPES.index(128))),
-    (FourBitSpec("nf4", 4096, 2048), 250, tuned(SHAPES.index(256))),
+    (FourBitSpec("nf4", 256, 8192), 100, tuned(SHAPES.index(128), 4)),
+    (FourBitSpec("nf4", 4096, 2048), 250, tuned(SHAPES.index(256), 2)),
     (FourBitSpec("nf4", 8192, 1024), 600, tuned(SHAPES.index(192))),
-    (FourBitSpec("nf4", 2048, 1024), 300, tuned(SHAPES.index(256), WHOLE)),
+    (FourBitSpec("nf4", 2048, 1024), 300, tuned(SHAPES.index(256))),
+    (FourBitSpec("nf4", 8192, 1024), 600, tuned(SHAPES.index(256), 2)),
 )
 
 

@@ -2,10 +2,10 @@
 //   arch sms shared_bytes dtype format layout n k blocksize nested m flags x_offset
 // one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
 // workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
-// gemm_wgmma (tokens blocks whole_tiles base extra shared workspace), for gemm_mma the same with the stages of a ring
-// behind the tokens, for small_w8 (row_tiles tokens slices slice_tiles parts base extra stages shared workspace), for
-// small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace), for gemm_w8 (tokens consumers
-// token_tiles row_blocks blocks whole_tiles base extra shared workspace).
+// gemm_wgmma (tokens consumers token_tiles row_pairs blocks clusters pairs shared), for gemm_mma (tokens stages blocks
+// whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles parts base extra stages
+// shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace), for gemm_w8
+// (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared workspace).
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -92,9 +92,9 @@ int main() {
       case nf4l::Engine::gemm_wgmma: {
         const nf4l::GemmPlan& p = launch.gemm_wgmma;
         const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
-        std::cout << "gemm_wgmma " << shape.tokens << ' ' << p.cut.blocks << ' ' << p.cut.whole_tiles << ' '
-                  << p.cut.deal.base << ' ' << p.cut.deal.extra << ' ' << p.shared_bytes << ' ' << p.workspace_bytes
-                  << '\n';
+        std::cout << "gemm_wgmma " << shape.tokens << ' ' << shape.consumers << ' ' << p.grid.token_tiles << ' '
+                  << p.grid.row_pairs << ' ' << p.grid.blocks << ' ' << p.grid.clusters << ' ' << p.grid.pairs << ' '
+                  << p.shared_bytes << '\n';
         break;
       }
     }
