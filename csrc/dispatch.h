@@ -46,7 +46,7 @@ constexpr LaunchRow LAUNCH_TABLE[] = {
     {120, 129, 2, 8, ANY, small_batch_shape(1, 8), 24, 24},
     {120, 129, 9, 16, ANY, small_batch_shape(1, 16), 8, 8},
     {80, 119, 2, 8, 40'000'000, small_batch_shape(1, 8), 128, 64},    // 4096x4096 6.5 (two: 7.0), 6144x4096 8.0
-    {80, 119, 2, 8, 90'000'000, small_batch_shape(2, 8), 64, 64},     // 4096x14336 14.4 (one: 15.2), 8192x8192 15.7 (16.2)
+    {80, 119, 2, 8, 90'000'000, small_batch_shape(2, 8), 64, 64},     // 4096x14336 14.4 (one slice: 15.2)
     {80, 119, 2, 8, ANY, small_batch_shape(2, 8), 64, 112},           // 28672x4096 22.6 (one: 23.3)
     {80, 119, 9, 16, 32'000'000, small_batch_shape(1, 16), 64, 64},   // 4096x4096 8.1 (two: 8.7), 6144x4096 9.8 (10.3)
     {80, 119, 9, 16, ANY, small_batch_shape(2, 16), 0, 40},           // 8192x8192 17.9 (one: 19.7)
@@ -65,10 +65,10 @@ struct WgmmaRow {
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k       n * k                    shape                      (the other engine, or another shape)
     {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)
-    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 25.5 (27.8), 57344x8192 79.8 (92.6)
+    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 25.5 (27.8)
     {17, 32, 0, 20'000'000, 32'000'000, small_wgmma_shape(32, 3)},       // 6144x4096 12.1 (12.7)
     {17, 32, 0, 15'000'000, 70'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.0 (11.1), 8192x8192 20.3 (20.7)
-    {17, 32, 0, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 28672x4096 29.8 (31.3), 57344x8192 93.7 (105)
+    {17, 32, 0, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 57344x8192 93.7 (105)
     {33, 64, 0, 20'000'000, 32'000'000, small_wgmma_shape(64, 3)},       // 6144x4096 14.8 (15.0)
     {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.4, 57344x8192 129
     {65, 96, 0, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
@@ -91,7 +91,7 @@ inline int64_t dequantize_gemm_ns(int64_t m, int64_t n, int64_t k) {
 // Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of
 // sm_80, against dequantize + GEMM, whose GEMM has wgmma there and is nearly twice as fast as the engine can be; on
 // GPUs where both use mma.sync the engine should stand better. GPUs of 100 .. 119 have a far faster GEMM, and no
-// figures.
+// figures. From 17 tokens on where the launch table has nothing: 32 tokens of small batch need more than 99 KB.
 struct MmaRow {
   int64_t m_first, m_last;
   int64_t n_first, k_first, k_last;
@@ -99,8 +99,8 @@ struct MmaRow {
 };
 constexpr MmaRow MMA_TABLE[] = {
     // m     n     k          n * k         (dequantize + GEMM)
-    {33, 48, 1024, 0, 4096, 4'000'000},      // 1024x4096 11.1 (12.7), 2048x4096 11.7 (14.7)
-    {33, 128, 4096, 1024, ANY, 16'000'000},  // 128 tokens: 4096x4096 22.6 (26.0), 6144x4096 32.6 (33.1)
+    {17, 48, 1024, 0, 4096, 4'000'000},      // 48 tokens: 1024x4096 11.1 (12.7), 2048x4096 11.7 (14.7)
+    {17, 128, 4096, 1024, ANY, 16'000'000},  // 24: 4096x4096 14.6 (22.2), 128: 22.6 (26.0), 6144x4096 32.6 (33.1)
 };
 
 struct Launch {
@@ -135,7 +135,8 @@ struct Picker {
 
   bool small_wgmma(int shape, int least_units) {
     if (!device.wgmma || !aligned(w.scales, 16)) return false;  // scales are copied 16 bytes at a time
-    if (!plan_small_wgmma(problem, shape, least_units, device.sms, device.shared_bytes, launch.small_wgmma)) return false;
+    const int sms = device.sms, shared = device.shared_bytes;
+    if (!plan_small_wgmma(problem, shape, least_units, sms, shared, launch.small_wgmma)) return false;
     launch.engine = Engine::small_wgmma;
     return true;
   }
@@ -232,8 +233,8 @@ inline Launch pick(const DeviceInfo& device, const nf4l_weight& w, const nf4l_li
   Picker picker = {device, w, a, launch};
   if (const int shape = a.flags >> NF4L_TUNE_SHAPE_SHIFT & 255) {
     picker.tuned(shape - 1, a.flags >> NF4L_TUNE_SLICES_SHIFT & 255);
-  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs() && !picker.from_mma_table()) {
-    picker.from_launch_table();
+  } else if (!picker.from_wgmma_table() && !picker.from_gemm_costs() && !picker.from_launch_table()) {
+    picker.from_mma_table();
   }
   return launch;
 }

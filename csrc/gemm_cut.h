@@ -54,8 +54,6 @@ struct GemmPieces {
   }
 
   NF4L_HD bool whole_tile() const { return end - begin == cut.k_tiles; }
-  // Whether the piece in hand is the block's last one.
-  NF4L_HD bool last() const { return whole >= cut.whole_tiles && unit == stop; }
 
   // Goes to the next piece; false when there is none.
   NF4L_HD bool next() {
@@ -76,22 +74,16 @@ struct GemmPieces {
   }
 };
 
-// The blocks that share a cut output tile, and what each of them does for its sum. All leave sums to others; those whose
-// stretch ends here, at about the same time, then add up and store a part of the tile's tokens each. So nobody waits who
-// has other work left. A block has only one such tile, so that the first block stands for the tile.
+// The blocks that share a cut output tile. A block begins at most one such tile, so that the first block stands for the
+// tile.
 struct GemmSharers {
   int first, count;  // blocks
-  int finishers;     // the first so many of them
 
   NF4L_HD GemmSharers(const GemmCut& cut, int tile) {
     const int begin = (tile - cut.whole_tiles) * cut.k_tiles, end = begin + cut.k_tiles;
     first = cut.deal.blocks_before(begin + 1) - 1;
     count = cut.deal.blocks_before(end) - first;
-    finishers = cut.deal.first_unit(first + count) > end ? count - 1 : count;
   }
-
-  // Which of the finishers stores part `part` of `parts`.
-  NF4L_HD int finisher(int part, int parts) const { return part * finishers / parts; }
 };
 
 }  // namespace nf4l

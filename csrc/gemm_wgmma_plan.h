@@ -132,8 +132,8 @@ struct GemmPlan {
   int shared_bytes;
 };
 
-// What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large clusters,
-// for each block but one, and sums that are sent and read.
+// What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large
+// clusters, for each block but one, and sums that are sent and read.
 constexpr int GEMM_START_NS = 5500, GEMM_STORE_NS = 1500, GEMM_SLICE_NS = 1000, GEMM_SLICE_BYTES_A_NS = 60;
 // Slices of an output tile at most, so blocks of a cluster. More than two only where there are no pairs.
 constexpr int GEMM_MOST_SLICES = 4;

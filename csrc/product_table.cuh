@@ -1,7 +1,7 @@
 // 4-bit codes to 16-bit weights without look-ups: the sixteen products of a row in registers, bytes picked by PRMT.
 //
-// A row has one scale for a k tile of 64 inputs, so its weights there are sixteen numbers, round(centroid * scale), each
-// made once: exact. A table holds them as two planes, of their low bytes and of their high bytes:
+// A row has one scale for a k tile of 64 inputs, so its weights there are sixteen numbers, round(centroid * scale),
+// each made once: exact. A table holds them as two planes, of their low bytes and of their high bytes:
 //
 //     word          0              1              2                 3
 //     bytes of   codes 0..3     codes 4..7   (8..11) ^ (0..3)   (12..15) ^ (4..7)

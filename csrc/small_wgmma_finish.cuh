@@ -18,7 +18,8 @@ namespace nf4l {
 // They leave their sums in a slot of theirs and go on, and the owner adds the others' to its own when it is done
 // itself; or, where all end together (Sharers::spread), each of them adds up some of the tokens: the same bits at every
 // call. Nobody waits before it has left all that others wait for, so that only blocks which have not started can be
-// waited for long: by the few that share a row block with them.
+// waited for long: by the few that share a row block with them. That they will start is what the hardware does, no
+// promise of CUDA's: blocks start in order, those of a launch before those of the next.
 //
 // Counters between blocks are a courier's business, a thread that does nothing else: no warp that multiplies waits
 // until a sum has reached memory, or asks for one that is already there. The owner's counter counts the sums that were

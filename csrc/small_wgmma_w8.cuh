@@ -1,4 +1,4 @@
-// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias for 17 to 64 tokens.
+// Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias for up to 64 tokens.
 //
 // It is the wgmma engine (small_wgmma.cuh) for weights that need no table: units, stretches, the ring, the courier and
 // the ways out are the same. A byte is converted in registers (convert8.cuh) and a row's scale multiplies the finished

@@ -11,7 +11,7 @@
 
 namespace nf4l {
 
-// ---- barriers, 8 bytes of shared memory each -----------------------------------------------------------------------------
+// ---- barriers, 8 bytes of shared memory each ------------------------------------------------------------------------
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier, int arrivals) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
@@ -36,7 +36,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   asm volatile(
       "{.reg .pred p;\n"
       "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-      "@!p bra.uni again;}" ::"r"(barrier), "r"(parity)
+      "@!p bra.uni again;}" ::"r"(barrier),
+      "r"(parity)
       : "memory");
 }
 
@@ -56,7 +57,7 @@ struct RingPosition {
   }
 };
 
-// ---- copies to shared memory; addresses and sizes are multiples of 16 bytes ------------------------------------------------
+// ---- copies to shared memory; addresses and sizes are multiples of 16 bytes -----------------------------------------
 
 // L2 drops first what is read once.
 __device__ __forceinline__ uint64_t createpolicy_evict_first() {
@@ -67,7 +68,8 @@ __device__ __forceinline__ uint64_t createpolicy_evict_first() {
 __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int bytes, uint32_t barrier,
                                               uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::
+          "r"(to),
       "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
       : "memory");
 }
@@ -75,13 +77,14 @@ __device__ __forceinline__ void cp_async_bulk(uint32_t to, const void* from, int
 __device__ __forceinline__ void cp_async_bulk_tensor_3d(uint32_t to, const CUtensorMap* map, int x, int y, int z,
                                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], [%5];" ::"r"(
-          to),
+      "cp.async.bulk.tensor.3d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4}], "
+      "[%5];" ::"r"(to),
       "l"(map), "r"(x), "r"(y), "r"(z), "r"(barrier)
       : "memory");
 }
 
-// The same to this place of all blocks of the cluster whose rank is a bit of `blocks`; the barrier of each gets its bytes.
+// The same to this place of all blocks of the cluster whose rank is a bit of `blocks`; the barrier of each gets its
+// bytes.
 __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(uint32_t to, const CUtensorMap* map, int x, int y,
                                                                   int z, uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -95,7 +98,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_3d_multicast(uint32_t to, c
 __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUtensorMap* map, int column, int row,
                                                         uint32_t barrier, uint64_t policy) {
   asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1, {%2, %3}], "
+      "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint [%0], "
+      "[%1, {%2, %3}], "
       "[%4], %5;" ::"r"(to),
       "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(policy)
       : "memory");
@@ -106,11 +110,11 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// ---- tensor maps -----------------------------------------------------------------------------------------------------------
+// ---- tensor maps ----------------------------------------------------------------------------------------------------
 
-using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                                 const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                                 CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*,
+                                 const cuuint64_t*, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                 CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
 
 // cuTensorMapEncodeTiled of the driver in use, without linking to it; NULL if it has none.
 inline EncodeTiled encode_tiled() {
@@ -128,39 +132,44 @@ inline EncodeTiled encode_tiled() {
   return function;
 }
 
-// Describes `rank` dimensions, the innermost first: sizes and box in elements, strides (of all but the innermost) in bytes.
-// Boxes read zeros outside of the tensor. A status.
+// Describes `rank` dimensions, the innermost first: sizes and box in elements, strides (of all but the innermost) in
+// bytes. Boxes read zeros outside of the tensor. A status.
 inline int encode_map(CUtensorMap& map, CUtensorMapDataType type, int rank, const void* data, const cuuint64_t* sizes,
                       const cuuint64_t* strides, const cuuint32_t* box, CUtensorMapSwizzle swizzle) {
   const EncodeTiled encode = encode_tiled();
   if (!encode) return NF4L_CUDA_ERROR - int(cudaErrorNotSupported);
   const cuuint32_t steps[3] = {1, 1, 1};
-  const CUresult result = encode(&map, type, rank, const_cast<void*>(data), sizes, strides, box, steps,
-                                 CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  return result == CUDA_SUCCESS ? NF4L_OK : NF4L_CUDA_ERROR - int(result);  // the two kinds of errors share their numbers
+  const CUresult result =
+      encode(&map, type, rank, const_cast<void*>(data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+             swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? NF4L_OK
+                                : NF4L_CUDA_ERROR - int(result);  // the two kinds of errors share their numbers
 }
 
-// x, 16-bit values [rows, columns], `row_bytes` from row to row (a multiple of 16, as is the pointer), as [columns / 64]
-// [rows][64], in boxes [tiles][box_rows][64] that land as wgmma reads them (wgmma_descriptor).
-inline int encode_activations(CUtensorMap& map, bool half, const void* x, int64_t rows, int64_t columns, int64_t row_bytes,
-                              int box_rows, int tiles) {
+// x, 16-bit values [rows, columns], `row_bytes` from row to row (a multiple of 16, as is the pointer), as
+// [columns / 64][rows][64], in boxes [tiles][box_rows][64] that land as wgmma reads them (wgmma_descriptor).
+inline int encode_activations(CUtensorMap& map, bool half, const void* x, int64_t rows, int64_t columns,
+                              int64_t row_bytes, int box_rows, int tiles) {
   const auto type = half ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint64_t sizes[3] = {64, cuuint64_t(rows), cuuint64_t(columns / 64)}, strides[2] = {cuuint64_t(row_bytes), 128};
+  const cuuint64_t sizes[3] = {64, cuuint64_t(rows), cuuint64_t(columns / 64)},
+                   strides[2] = {cuuint64_t(row_bytes), 128};
   const cuuint32_t box[3] = {64, cuuint32_t(box_rows), cuuint32_t(tiles)};
   return encode_map(map, type, 3, x, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_128B);
 }
 
-// Bytes [rows][row_bytes] in boxes [box_rows][box_bytes]; pointer and row_bytes are multiples of 16, box_bytes of 16 up to
-// 2048. Columns count in 8 bytes.
-inline int encode_bytes(CUtensorMap& map, const void* bytes, int64_t rows, int64_t row_bytes, int box_rows, int box_bytes) {
+// Bytes [rows][row_bytes] in boxes [box_rows][box_bytes]; pointer and row_bytes are multiples of 16, box_bytes of 16 up
+// to 2048. Columns count in 8 bytes.
+inline int encode_bytes(CUtensorMap& map, const void* bytes, int64_t rows, int64_t row_bytes, int box_rows,
+                        int box_bytes) {
   const cuuint64_t sizes[2] = {cuuint64_t(row_bytes / 8), cuuint64_t(rows)}, strides[1] = {cuuint64_t(row_bytes)};
   const cuuint32_t box[2] = {cuuint32_t(box_bytes / 8), cuuint32_t(box_rows)};
   return encode_map(map, CU_TENSOR_MAP_DATA_TYPE_UINT64, 2, bytes, sizes, strides, box, CU_TENSOR_MAP_SWIZZLE_NONE);
 }
 
-// Codes [row_tiles][k_tiles][tile_bytes] in boxes [box_row_tiles][1][tile_bytes], tile after tile; tile_bytes is at most 2048.
-inline int encode_codes(CUtensorMap& map, const void* codes, int row_tiles, int k_tiles, int tile_bytes, int box_row_tiles) {
+// Codes [row_tiles][k_tiles][tile_bytes] in boxes [box_row_tiles][1][tile_bytes], tile after tile; tile_bytes is at
+// most 2048.
+inline int encode_codes(CUtensorMap& map, const void* codes, int row_tiles, int k_tiles, int tile_bytes,
+                        int box_row_tiles) {
   const cuuint32_t words = cuuint32_t(tile_bytes / 8), box[3] = {words, 1, cuuint32_t(box_row_tiles)};
   const cuuint64_t sizes[3] = {words, cuuint64_t(k_tiles), cuuint64_t(row_tiles)};
   const cuuint64_t strides[2] = {cuuint64_t(tile_bytes), cuuint64_t(tile_bytes) * k_tiles};

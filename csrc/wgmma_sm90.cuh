@@ -12,8 +12,8 @@
 
 namespace nf4l {
 
-// Registers of a thread in a block of `consumers` warpgroups that multiply and one that feeds them: the block starts with
-// an equal share for all, and the producer gives most of its own away.
+// Registers of a thread in a block of `consumers` warpgroups that multiply and one that feeds them: the block starts
+// with an equal share for all, and the producer gives most of its own away.
 struct RegisterShare {
   static constexpr int OF_AN_SM = 65536;
 
@@ -70,8 +70,8 @@ __device__ __forceinline__ void st_cluster_f32x4(uint32_t there, float4 v) {
 
 // ---- matrices -------------------------------------------------------------------------------------------------------
 
-// Four 8x8 matrices of 16-bit values, each transposed; lane l gives the address of column l % 8 of matrix l / 8, and holds
-// the pair of row l / 4, columns 2 (l % 4) and + 1.
+// Four 8x8 matrices of 16-bit values, each transposed; lane l gives the address of column l % 8 of matrix l / 8, and
+// holds the pair of row l / 4, columns 2 (l % 4) and + 1.
 __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
                "r"(c), "r"(d)
@@ -80,21 +80,21 @@ __device__ __forceinline__ void stmatrix_x4_trans(uint32_t address, uint32_t a, 
 
 // The same without transposing: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b), "r"(c),
-               "r"(d)
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
+               "r"(c), "r"(d)
                : "memory");
 }
 
-// Where wgmma finds its second operand: [n][64] 16-bit values in 128-byte rows, 128-byte swizzle, at a multiple of 1024.
-// A k16 step further is 32 bytes further, inside the swizzle; bytes count in sixteens, so `descriptor + 2`.
+// Where wgmma finds its second operand: [n][64] 16-bit values in 128-byte rows, 128-byte swizzle, at a multiple of
+// 1024. A k16 step further is 32 bytes further, inside the swizzle; bytes count in sixteens, so `descriptor + 2`.
 __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
   constexpr uint32_t SWIZZLE_128 = 1u << 30, EIGHT_ROWS = 1024 / 16;  // high word: kind, bytes from 8 rows to the next
   constexpr uint32_t UNUSED_STRIDE = 1;                               // low word, upper half: none in this kind
   return uint64_t(SWIZZLE_128 | EIGHT_ROWS) << 32 | UNUSED_STRIDE << 16 | (smem & 0x3ffff) >> 4;
 }
 
-// d[64 x n] = a[64 x 16] * b[16 x n] (+ d if `add`); a and b hold T, d is float32. Lane l of the warpgroup's warp w has of a
-// the fragment of mma m16n8k16 for rows 16 w .. 16 w + 15, and of d, for each 8 columns, that of mma's.
+// d[64 x n] = a[64 x 16] * b[16 x n] (+ d if `add`); a and b hold T, d is float32. Lane l of the warpgroup's warp w has
+// of a the fragment of mma m16n8k16 for rows 16 w .. 16 w + 15, and of d, for each 8 columns, that of mma's.
 #define NF4L_D8 "%0, %1, %2, %3, %4, %5, %6, %7"
 #define NF4L_D16 NF4L_D8 ", %8, %9, %10, %11, %12, %13, %14, %15"
 #define NF4L_D32 NF4L_D16 ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
@@ -103,23 +103,26 @@ __device__ __forceinline__ uint64_t wgmma_descriptor(uint32_t smem) {
 #define NF4L_D80 NF4L_D64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
 #define NF4L_D96 NF4L_D80 ", %80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
 #define NF4L_D108 NF4L_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107"
-#define NF4L_D112 NF4L_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
-#define NF4L_D128 NF4L_D112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define NF4L_D112 \
+  NF4L_D96 ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111"
+#define NF4L_D128 \
+  NF4L_D112 ", %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define NF4L_R4(i) "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3])
 #define NF4L_R8(i) NF4L_R4(i), NF4L_R4(i + 4)
 #define NF4L_R16(i) NF4L_R8(i), NF4L_R8(i + 8)
 #define NF4L_R32(i) NF4L_R16(i), NF4L_R16(i + 16)
 #define NF4L_R64(i) NF4L_R32(i), NF4L_R32(i + 32)
-#define NF4L_WGMMA(N, TYPE, D, A, B, ADD, ...)                                                                          \
-  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD ", 0;\n"                                                            \
-               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " B ", p, 1, 1, 0;}"   \
-               : __VA_ARGS__                                                                                            \
+#define NF4L_WGMMA(N, TYPE, D, A, B, ADD, ...)                                                                         \
+  asm volatile("{.reg .pred p; setp.ne.b32 p, " ADD                                                                    \
+               ", 0;\n"                                                                                                \
+               "wgmma.mma_async.sync.aligned.m64n" N "k16.f32." TYPE "." TYPE " {" D "}, {" A "}, " B ", p, 1, 1, 0;}" \
+               : __VA_ARGS__                                                                                           \
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(static_cast<int>(add)))
-#define NF4L_WGMMA_FUNCTION(N, COUNT, D, A, B, ADD, ...)                                                                \
-  template <class T>                                                                                                    \
-  __device__ __forceinline__ void wgmma_m64k16(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, bool add) {       \
-    if constexpr (std::is_same_v<T, __half>) NF4L_WGMMA(N, "f16", D, A, B, ADD, __VA_ARGS__);                           \
-    else NF4L_WGMMA(N, "bf16", D, A, B, ADD, __VA_ARGS__);                                                              \
+#define NF4L_WGMMA_FUNCTION(N, COUNT, D, A, B, ADD, ...)                                                          \
+  template <class T>                                                                                              \
+  __device__ __forceinline__ void wgmma_m64k16(float (&d)[COUNT], const uint32_t (&a)[4], uint64_t b, bool add) { \
+    if constexpr (std::is_same_v<T, __half>) NF4L_WGMMA(N, "f16", D, A, B, ADD, __VA_ARGS__);                     \
+    else NF4L_WGMMA(N, "bf16", D, A, B, ADD, __VA_ARGS__);                                                        \
   }
 
 NF4L_WGMMA_FUNCTION("16", 8, NF4L_D8, "%8, %9, %10, %11", "%12", "%13", NF4L_R8(0))
@@ -129,7 +132,8 @@ NF4L_WGMMA_FUNCTION("96", 48, NF4L_D48, "%48, %49, %50, %51", "%52", "%53", NF4L
 NF4L_WGMMA_FUNCTION("128", 64, NF4L_D64, "%64, %65, %66, %67", "%68", "%69", NF4L_R64(0))
 NF4L_WGMMA_FUNCTION("160", 80, NF4L_D80, "%80, %81, %82, %83", "%84", "%85", NF4L_R64(0), NF4L_R16(64))
 NF4L_WGMMA_FUNCTION("192", 96, NF4L_D96, "%96, %97, %98, %99", "%100", "%101", NF4L_R64(0), NF4L_R32(64))
-NF4L_WGMMA_FUNCTION("216", 108, NF4L_D108, "%108, %109, %110, %111", "%112", "%113", NF4L_R64(0), NF4L_R32(64), NF4L_R8(96), NF4L_R4(104))
+NF4L_WGMMA_FUNCTION("216", 108, NF4L_D108, "%108, %109, %110, %111", "%112", "%113", NF4L_R64(0), NF4L_R32(64),
+                    NF4L_R8(96), NF4L_R4(104))
 NF4L_WGMMA_FUNCTION("224", 112, NF4L_D112, "%112, %113, %114, %115", "%116", "%117", NF4L_R64(0), NF4L_R32(64),
                     NF4L_R16(96))
 NF4L_WGMMA_FUNCTION("256", 128, NF4L_D128, "%128, %129, %130, %131", "%132", "%133", NF4L_R64(0), NF4L_R64(64))

@@ -82,8 +82,8 @@ class BoundWeight:
     """
 
     __slots__ = (
-        "_calls", "_dense", "_device", "_dtype_id", "_launch", "_launch_dequantize", "_library", "_most_fused_tokens",
-        "_settled", "_spec", "_tables", "_weight", "_weight_pointer", "dtype", "pointers",
+        "_calls", "_dense", "_device", "_dtype_id", "_element", "_launch", "_launch_dequantize", "_library",
+        "_most_fused_tokens", "_settled", "_spec", "_tables", "_weight", "_weight_pointer", "dtype", "pointers",
     )  # fmt: skip
 
     def __init__(self, spec: WeightSpec, library: native.CudaLibrary, tensors: tuple, device: int, dtype: torch.dtype):
@@ -92,7 +92,9 @@ class BoundWeight:
         self.dtype = dtype
         self._spec = spec
         self._most_fused_tokens = most_fused_tokens(spec)
-        self._dense = tensors[0].new_empty(1, dtype=dtype).expand(spec.n, spec.k)  # see _Call.output
+        # One element for what only lends its shape and dtype (_Call.output): every allocation of a GPU takes 512 bytes.
+        self._element = tensors[0].new_empty(1, dtype=dtype)
+        self._dense = self._element.expand(spec.n, spec.k)
         self._library = library
         self._launch, self._launch_dequantize = library.launch, library.launch_dequantize
         self._device = device
@@ -171,7 +173,7 @@ class BoundWeight:
         pointer = x.data_ptr()  # stands for y's too: nothing is launched
         args = native.LinearArgs(self._dtype_id, 0, tokens, pointer, k, None, pointer, None, 0)
         workspace_bytes = self._library.workspace_bytes(self._weight, args)
-        call = _Call(tokens, x.new_empty(1).expand(*x.shape[:-1], n), workspace_bytes)
+        call = _Call(tokens, self._element.expand(*x.shape[:-1], n), workspace_bytes)
         self._keep(x.shape, tokens, call)
         return call
 
@@ -204,5 +206,7 @@ def bind(spec: WeightSpec, tensors: tuple[Tensor | None, ...], x: Tensor) -> Bou
         return None
     library = native.library("cuda")
     if not library or not selfcheck.fused_allowed(library, x.get_device(), x.dtype, spec):
+        return None
+    if library.lacks_code_for(x.get_device()):
         return None
     return BoundWeight(spec, library, tensors, x.get_device(), x.dtype)

@@ -237,6 +237,10 @@ class CudaLibrary(_Library):
         self.description = f"CUDA library for {self.architectures}"
         self._foreign_devices: set[int] = set()
 
+    def lacks_code_for(self, device: int) -> bool:
+        """Whether a launch on CUDA device `device` has found that the library holds no code for it."""
+        return device in self._foreign_devices
+
     def dequantize(self, weight: Weight, out: Tensor) -> bool:
         """Writes the weight [n, k] into contiguous `out`; False when the library has no code for this GPU."""
         return self._on_device(out.device.index, self._launch_dequantize, weight, out)
@@ -250,7 +254,7 @@ class CudaLibrary(_Library):
 
     def _on_device(self, device: int, launch, *args) -> bool:
         """Kernels go to the thread's current device, so a tensor of another GPU needs it switched for the launch."""
-        if device in self._foreign_devices:
+        if self.lacks_code_for(device):
             return False
         if device == torch.cuda.current_device():
             return self._launched(device, launch(device, *args))

@@ -65,19 +65,26 @@ def fused_allowed(library: native.CudaLibrary, device: int, dtype: torch.dtype, 
 
 def _check(library: native.CudaLibrary, device: int, dtype: torch.dtype, kind: type) -> bool:
     with torch.no_grad(), torch.cuda.device(device):
-        gpu = torch.device("cuda", device)
-        errors = [error for spec in SPECS[kind] for error in Product(library, spec, gpu, dtype).errors()]
-        worst = float(torch.stack(errors).max()) if errors else 0.0  # NaN if one of them is
-    if worst <= TOLERANCES[dtype]:
+        problem = _problem(library, torch.device("cuda", device), dtype, kind)
+    if problem is None:
         return True
     warnings.warn(
-        f"nf4linear: the fused {_WIDTHS[kind]} kernels of {library.path} give wrong results on "
-        f"{torch.cuda.get_device_name(device)} (cuda:{device}, {dtype}, relative error {worst:.1e}); "
+        f"nf4linear: fused {_WIDTHS[kind]} kernels of {library.path} {problem} on "
+        f"{torch.cuda.get_device_name(device)} (cuda:{device}, {dtype}); "
         "dequantize + GEMM is used instead, which is slower. "
         "Please report this with the output of python -m torch.utils.collect_env.",
         stacklevel=2,
     )
     return False
+
+
+def _problem(library: native.CudaLibrary, device: torch.device, dtype: torch.dtype, kind: type) -> str | None:
+    try:
+        errors = [error for spec in SPECS[kind] for error in Product(library, spec, device, dtype).errors()]
+    except native.NativeError as error:
+        return f"cannot be launched ({error})"
+    worst = float(torch.stack(errors).max()) if errors else 0.0  # NaN if one of them is
+    return None if worst <= TOLERANCES[dtype] else f"give wrong results (relative error {worst:.1e})"
 
 
 class Product:
@@ -88,9 +95,9 @@ class Product:
         generator = torch.Generator(device).manual_seed(0)
         self._tensors = _random_weight(spec, generator)  # kept: the struct holds bare pointers
         self._weight = native.describe_weight(spec, *self._tensors)
-        x = torch.randn(TOKENS[0], spec.k, device=device, generator=generator)
+        x = torch.randn(TOKENS[0], spec.k, dtype=torch.float32, device=device, generator=generator)
         self._x = x.to(dtype)
-        dense = torch.empty(spec.n, spec.k, device=device)
+        dense = torch.empty(spec.n, spec.k, dtype=torch.float32, device=device)
         library.dequantize(self._weight, dense)
         self._exact = self._x.double() @ dense.double().T
 
@@ -122,13 +129,13 @@ def _random_weight(spec: WeightSpec, generator: torch.Generator) -> tuple[Tensor
     tensors = []
     for name, dtype, shape in operands_of(spec):
         if name == "nested_code":
-            tensors.append(torch.tensor(dynamic_map(), device=generator.device))
+            tensors.append(torch.tensor(dynamic_map(), dtype=dtype, device=generator.device))
         elif name == "nested_offset":
-            tensors.append(torch.full((), 0.05, device=generator.device))
+            tensors.append(torch.full((), 0.05, dtype=dtype, device=generator.device))
         elif dtype is torch.uint8:
             tensors.append(torch.randint(0, 256, shape, dtype=dtype, **where))
         elif name == "nested_absmax":
-            tensors.append(torch.rand(shape, **where) * 0.01 + 0.01)
+            tensors.append(torch.rand(shape, dtype=dtype, **where) * 0.01 + 0.01)
         else:
-            tensors.append(torch.rand(shape, **where) + 0.5)
+            tensors.append(torch.rand(shape, dtype=dtype, **where) + 0.5)
     return *tensors, *[None] * (5 - len(tensors))

@@ -62,7 +62,7 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, cut: bool = True) 
         length, *pieces = text.split(",")
         assert sum(p[2] - p[1] for p in map(numbers, pieces)) == int(length)
         lengths.append(int(length))
-        for tile, begin, end, token_tile, row_block, _, first, number, _ in map(numbers, pieces):
+        for tile, begin, end, token_tile, row_block, first, number in map(numbers, pieces):
             spans.setdefault(tile, []).append((begin, end))
             assert places.setdefault(tile, (token_tile, row_block)) == (token_tile, row_block)
             if tile < whole:

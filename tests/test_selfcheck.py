@@ -1,6 +1,7 @@
 """The first-use check without a GPU: the CPU library stands in for kernels, of which a test damages one."""
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -43,6 +44,32 @@ def worst(library, spec):
 @pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_right_kernels_pass(spec):
     assert 0 < worst(StandIn(), spec) < selfcheck.TOLERANCES[torch.bfloat16]
+
+
+@pytest.mark.parametrize("default", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_a_default_dtype_that_the_user_has_set_changes_nothing(spec, default):
+    torch.set_default_dtype(default)
+    try:
+        assert 0 < worst(StandIn(), spec) < selfcheck.TOLERANCES[torch.bfloat16]
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("kind", selfcheck.SPECS, ids=lambda kind: kind.__name__)
+def test_what_is_wrong_is_said_and_what_cannot_be_launched_too(kind):
+    def problem(library):
+        return selfcheck._problem(library, torch.device("cpu"), torch.bfloat16, kind)
+
+    assert problem(StandIn()) is None
+    assert re.fullmatch(r"give wrong results \(relative error \d.*\)", problem(StandIn(damaged=(2, 1))))
+    refusing = StandIn()
+
+    def refuse(*args):
+        raise native.NativeError("no room for a cluster")
+
+    refusing.linear = refuse
+    assert problem(refusing) == "cannot be launched (no room for a cluster)"
 
 
 def test_every_shape_is_tried_nearly_full_and_with_both_cuts():

@@ -48,7 +48,6 @@ TUNE_GEMM_MMA_SHAPES = (48, 64, 96, 128)
 TUNE_CUTS = {"cut": 0, "whole": 1}
 # More are never tried: the prefill engine's rows end there (csrc/dispatch.h).
 TUNE_MOST_TOKENS = 1536
-TUNE_MOST_TOKENS = 1536
 
 Operands = tuple[Tensor | None, ...]
 Peer = Callable[["BenchWeight", torch.dtype], Iterator["Contender"]]

@@ -19,7 +19,7 @@ from .. import native
 from ..formats import EightBitSpec
 from . import humming
 from .gpu import Contender, copies_of
-from .linear import TUNE_LEAST_UNITS, TUNE_SLICES, BenchWeight, Operands, Peer, torch_peer
+from .linear import TUNE_CUTS, TUNE_LEAST_UNITS, TUNE_SLICES, BenchWeight, Operands, Peer, torch_peer
 
 # What --tune tries. Shapes of csrc/small_w8_plan.h (row tiles, tokens) with slices of K, then those of
 # csrc/small_wgmma_w8_plan.h (tokens, row groups, burst) with the fewest units of a block, then those of
@@ -27,7 +27,6 @@ from .linear import TUNE_LEAST_UNITS, TUNE_SLICES, BenchWeight, Operands, Peer, 
 TUNE_SHAPES = ((1, 1), (1, 8), (1, 16), (2, 32))
 TUNE_WGMMA_SHAPES = ((16, 2, 4), (32, 2, 2), (32, 2, 4), (64, 2, 2), (64, 2, 4))
 TUNE_GEMM_SHAPES = ((128, 2), (192, 2), (216, 2), (256, 2))
-TUNE_CUTS = {"cut": 0, "whole": 1}
 
 
 class BenchWeight8(BenchWeight):

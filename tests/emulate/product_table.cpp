@@ -1,5 +1,5 @@
-// csrc/product_table.cuh: every code at every place of a word, both formats and types, scales of every size; prints what
-// is wrong, and how many weights were right. Tables go through shared memory, as kernels send them.
+// csrc/product_table.cuh: every code at every place of a word, both formats and types, scales of every size; prints
+// what is wrong, and how many weights were right. Tables go through shared memory, as kernels send them.
 #include <cstdio>
 #include <random>
 

@@ -9,6 +9,7 @@ import torch
 from fused import DEPENDENT, DTYPES, PLAIN, ROUNDING, launch, random_weight, relative_error
 from order_of_work import (  # noqa: F401
     test_graphs_replay_on_new_inputs,
+    test_two_graphs_at_once,
     test_two_streams_at_once,
     test_waits_for_the_kernel_that_writes_the_activations,
 )

@@ -47,6 +47,11 @@ def on_hopper(library) -> bool:
     return torch.cuda.get_device_capability() == (9, 0) and "90a" in library.architectures
 
 
+def has_room() -> bool:
+    """Whether a block's shared memory holds a ring for 32 tokens of any weight; GPUs of 8.0 have it for small ones."""
+    return torch.cuda.get_device_properties(0).shared_memory_per_block_optin >= 200 * 1024
+
+
 @pytest.fixture(scope="module")
 def hopper(library):
     if not on_hopper(library):
@@ -74,7 +79,8 @@ def launch_by_table(library, spec, packed, x, flags=0):
     """The same by the launch table's choice, which leaves no call to a GEMM that some kernel takes."""
     got = launch(library, spec, packed, x, flags)
     tokens = x.shape[0]
-    assert (got is not None) == (tokens <= 32 or (on_hopper(library) and (tokens <= 64 or not spec.group_size)))
+    if tokens <= 16 or tokens > 32 or has_room():
+        assert (got is not None) == (tokens <= 32 or (on_hopper(library) and (tokens <= 64 or not spec.group_size)))
     return got
 
 
@@ -119,6 +125,8 @@ def test_every_small_shape_and_cut(weight, library, dtype, shape, slices):
     spec, canonical, packed = weight
     exact_weight = reference.dequantize(spec, canonical, torch.float32).double()
     most = TUNE_SHAPES[shape][1]
+    if most > 16 and not has_room():
+        pytest.skip("too little shared memory")
     for tokens in {1, most // 2 + 1, most}:
         x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
         got = launch(library, spec, packed, x, native.tuned(shape, slices))
@@ -252,5 +260,6 @@ def ordered(request, library):
     packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
     x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
     if launch(library, spec, packed, x, flags) is None:
+        assert not on_hopper(library), "some kernel takes every one of them there"
         pytest.skip("left to a GEMM on this GPU")
     return spec, packed, tokens, flags

@@ -4,8 +4,8 @@
 // workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
 // gemm_wgmma (tokens consumers token_tiles row_pairs blocks clusters pairs shared), for gemm_mma (tokens stages blocks
 // whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles parts base extra stages
-// shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace), for gemm_w8
-// (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared workspace).
+// shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace), for
+// gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared workspace).
 #include <iostream>
 #include <sstream>
 #include <string>

@@ -1,5 +1,6 @@
-// Walks for tests/test_gemm_mma_plan.py what csrc/gemm_mma_plan.h deals to the blocks; questions and answers are those
-// of gemm_plan.cpp, but for the stages of a ring at the end of a plan.
+// Walks for tests/test_gemm_mma_plan.py what csrc/gemm_mma_plan.h deals to the blocks. A question: shape, m, n, k,
+// whether to cut, SMs, shared memory. The answer: the plan, then for each block ";": its k tiles, and for each piece of
+// its work ",": tile, begin, end, token tile, row block, the first of the blocks that share it and their number.
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -35,12 +36,12 @@ int main() {
       while (piece.next()) {
         const nf4l::OutTile out(c, piece.tile);
         std::cout << ',' << piece.tile << ' ' << piece.begin << ' ' << piece.end << ' ' << out.token_tile << ' '
-                  << out.row_block << ' ' << piece.last();
+                  << out.row_block;
         if (piece.whole_tile()) {
-          std::cout << " 0 0 0";
+          std::cout << " 0 0";
         } else {
           const nf4l::GemmSharers sharers(c, piece.tile);
-          std::cout << ' ' << sharers.first << ' ' << sharers.count << ' ' << sharers.finishers;
+          std::cout << ' ' << sharers.first << ' ' << sharers.count;
         }
       }
     }
