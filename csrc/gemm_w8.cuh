@@ -7,9 +7,7 @@
 // copies fill a stage, x [tokens][64] and the codes of all row tiles.
 //
 // There is no scale in the loop: that of a row multiplies the finished sums. So the instructions between two wgmma are
-// few, and each warpgroup goes its own way, converting behind what it has given to the tensor cores. A k16 step s:
-//
-//     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
+// few, and each warpgroup goes its own way, converting behind what it has given to the tensor cores (w8_operand.cuh).
 //
 // Blocks are persistent and take output tiles one after the other. Where these do not fill a wave of blocks, either row
 // blocks are made to fit, or the k tiles of the last wave are dealt in contiguous stretches (gemm_w8_plan.h,
@@ -19,27 +17,22 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "convert8.cuh"
 #include "copy.cuh"
 #include "gemm_w8_finish.cuh"
 #include "gemm_w8_load.cuh"
 #include "gemm_w8_plan.h"
 #include "tma.cuh"
+#include "w8_operand.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace nf4l {
 
-// What one warp of a consumer has in hand. Fragments of four k16 steps take turns.
+// One warp of a consumer, k tile after k tile.
 template <class Code, class T, int SHAPE>
-struct GemmW8Hand {
-  static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
-  const GemmW8Ring<SHAPE>& ring;
-  const int row_tile, lane;  // row_tile: of the warp, in a row block
-  RingPosition<S.stages> at{0};
-  int used = -1;  // stage whose wgmma may still be under way
-  float sums[S.lane_results()];
-  uint4 words[2];
-  uint32_t a[4][4];
+struct GemmW8Hand : W8Operand<Code, T, GemmW8Ring<SHAPE>> {
+  using Operand = W8Operand<Code, T, GemmW8Ring<SHAPE>>;
+  using Operand::at, Operand::lane, Operand::ring, Operand::row_tile, Operand::sums, Operand::used, Operand::words;
+  using Operand::convert, Operand::release, Operand::step;
 
   __device__ __forceinline__ void load() {
     mbarrier_wait(ring.full(at.stage), at.phase);
@@ -47,25 +40,6 @@ struct GemmW8Hand {
     for (int half = 0; half < 2; ++half) {
       words[half] = ld_shared_u32x4(ring.codes(at.stage) + (row_tile * 2 + half) * TILE_BYTES + lane * LANE_BYTES);
     }
-  }
-
-  __device__ __forceinline__ void release() const {
-    __syncwarp();
-    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
-  }
-
-  __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
-    wgmma_fence();
-    wgmma_m64k16<T>(sums, a[s], x + 2 * s, add);
-    wgmma_commit_group();
-    wgmma_wait_group<2>();
-  }
-
-  __device__ __forceinline__ void convert(int s) {
-    const uint4 v = words[s / 2];
-    const uint32_t word[2] = {s % 2 ? v.z : v.x, s % 2 ? v.w : v.y};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[s][i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
   }
 
   // Before the first k tile.
@@ -80,31 +54,24 @@ struct GemmW8Hand {
     const int stage = at.stage;
     const uint64_t x = wgmma_descriptor(ring.x(stage));
     at.step();
-    step(0, x, add);
+    step(sums, 0, x, add);
     convert(2);
-    step(1, x, true);
+    step(sums, 1, x, true);
     convert(3);
     release();  // every wgmma of the k tile before is complete
     used = stage;
     if (more) load();
-    step(2, x, true);
+    step(sums, 2, x, true);
     convert(0);
-    step(3, x, true);
+    step(sums, 3, x, true);
     convert(1);
-  }
-
-  // After this the sums may be read.
-  __device__ __forceinline__ void finish() {
-    wgmma_wait_group<0>();
-    release();
-    used = -1;
   }
 };
 
 template <class Code, class T, int SHAPE>
 __device__ __forceinline__ void gemm_w8_consume(const GemmW8Args& args, const GemmW8Ring<SHAPE>& ring, int warp,
                                                 int lane) {
-  GemmW8Hand<Code, T, SHAPE> hand = {ring, warp, lane};
+  GemmW8Hand<Code, T, SHAPE> hand = {{ring, warp, lane}};
   const GemmW8Finish<T, SHAPE> finish = {args, ring.out(warp / 4), warp / 4, warp % 4 * WARP + lane};
   GemmPieces piece(args.cut, blockIdx.x);
   int left = piece.k_tiles_left();

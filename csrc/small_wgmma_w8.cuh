@@ -1,11 +1,9 @@
 // Engine for Hopper and 8-bit weights: y[m, n] = x[m, k] * weight^T + bias for up to 64 tokens.
 //
 // It is the wgmma engine (small_wgmma.cuh) for weights that need no table: units, stretches, the ring, the courier and
-// the ways out are the same. A byte is converted in registers (convert8.cuh) and a row's scale multiplies the finished
-// sum, so there is one accumulator, to which every k16 step adds; each warpgroup converts behind what it has given to
-// the tensor cores:
-//
-//     a k16 step s     fence | wgmma a[s] | commit | wait until only two are under way | convert step s + 2
+// the ways out are the same. A byte is converted in registers and a row's scale multiplies the finished sum, so there
+// is one accumulator, to which every k16 step adds; each warpgroup converts behind what it has given to the tensor
+// cores (w8_operand.cuh).
 //
 // Group scales multiply the product of their group, which is a second accumulator and is waited for.
 //
@@ -16,13 +14,13 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "convert8.cuh"
 #include "copy.cuh"
 #include "small_wgmma.cuh"
 #include "small_wgmma_finish.cuh"
 #include "small_wgmma_w8_load.cuh"
 #include "small_wgmma_w8_plan.h"
 #include "tma.cuh"
+#include "w8_operand.cuh"
 #include "wgmma_sm90.cuh"
 
 namespace nf4l {
@@ -38,41 +36,24 @@ struct SmallWgmmaW8 {
 
 // The units of one warp of a consumer, one after the other.
 template <class Code, class T, int SHAPE, bool GROUPED>
-struct W8Consumer {
+struct W8Consumer : W8Operand<Code, T, W8Ring<SHAPE, GROUPED>> {
+  using Operand = W8Operand<Code, T, W8Ring<SHAPE, GROUPED>>;
+  using Operand::at, Operand::lane, Operand::ring, Operand::row_tile, Operand::sums, Operand::used, Operand::words;
+  using Operand::convert, Operand::release, Operand::step;
   static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
   static constexpr int RESULTS = S.lane_results();
-  const W8Ring<SHAPE, GROUPED>& ring;
-  const int row_tile, lane;  // row_tile: of the warp, in a row block
   const int group_shift;
-  RingPosition<S.stages> at{0};
-  int used = -1;  // stage whose wgmma may still be under way
-  float sums[RESULTS], product[GROUPED ? RESULTS : 1];
-  uint4 words[2];    // of a tile, or of one and the next
-  uint32_t a[4][4];  // fragments of four k16 steps
+  float product[GROUPED ? RESULTS : 1];
 
   __device__ __forceinline__ void load(int half, int stage, int tile) {
     const uint32_t from = ring.codes(stage, row_tile) + tile * W8_TILE_BYTES + half * TILE_BYTES;
     words[half] = ld_shared_u32x4(from + lane * LANE_BYTES);
   }
 
-  __device__ __forceinline__ void release() const {
-    __syncwarp();
-    if (used >= 0 && lane == 0) mbarrier_arrive(ring.empty(used));
-  }
-
-  __device__ __forceinline__ void step(int s, uint64_t x, bool add) {
-    wgmma_fence();
-    if constexpr (GROUPED) wgmma_m64k16<T>(product, a[s], x + 2 * s, add);
-    else wgmma_m64k16<T>(sums, a[s], x + 2 * s, add);
-    wgmma_commit_group();
-    wgmma_wait_group<2>();
-  }
-
-  __device__ __forceinline__ void convert(int s) {
-    const uint4 v = words[s / 2];
-    const uint32_t word[2] = {s % 2 ? v.z : v.x, s % 2 ? v.w : v.y};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) a[s][i] = Convert8<T, true>::template pair_of<Code>(word[i / 2], i % 2);
+  // What the tensor cores add to.
+  __device__ __forceinline__ auto& accumulator() {
+    if constexpr (GROUPED) return product;
+    else return sums;
   }
 
   // sums (+)= scale * product, for tile `tile` of a unit, the last one of its group.
@@ -96,6 +77,7 @@ struct W8Consumer {
   // One unit, of which two steps are converted; does the same for the next one if there are `more`. The first unit of a
   // row block takes the place of the sums, later ones are added.
   __device__ __forceinline__ void multiply(bool add, bool more) {
+    float (&into)[RESULTS] = accumulator();
     const int stage = at.stage;
     const uint64_t x_of_unit = wgmma_descriptor(ring.x(stage));
     at.step();
@@ -105,30 +87,23 @@ struct W8Consumer {
       const int next_stage = last ? at.stage : stage, next_tile = last ? 0 : j + 1;
       const uint64_t x = x_of_unit + j * (S.tokens * 128 / 16);
       const int in_group = GROUPED ? j & ((1 << group_shift) - 1) : 0;
-      step(0, x, GROUPED ? in_group > 0 : add || j > 0);
+      step(into, 0, x, GROUPED ? in_group > 0 : add || j > 0);
       convert(2);
       if (last && more) mbarrier_wait(ring.full(at.stage), at.phase);
       if (!last || more) load(0, next_stage, next_tile);
-      step(1, x, true);
+      step(into, 1, x, true);
       convert(3);
       if (j == 0) {
         release();  // every wgmma of the unit before is complete
         used = stage;
       }
       if (!last || more) load(1, next_stage, next_tile);
-      step(2, x, true);
+      step(into, 2, x, true);
       convert(0);
-      step(3, x, true);
+      step(into, 3, x, true);
       convert(1);
       if (GROUPED && in_group + 1 == 1 << group_shift) fold(stage, j, add || j >= 1 << group_shift);
     }
-  }
-
-  // After this the sums may be read.
-  __device__ __forceinline__ void finish() {
-    wgmma_wait_group<0>();
-    release();
-    used = -1;
   }
 };
 
@@ -161,7 +136,7 @@ __global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
     setmaxnreg_inc<REGISTERS.consumer>();
     __syncthreads();
     grid_wait();  // slots and y may be in use until then
-    W8Consumer<Code, T, SHAPE, GROUPED> consumer = {ring, warp, lane, args.group_shift};
+    W8Consumer<Code, T, SHAPE, GROUPED> consumer = {{ring, warp, lane}, args.group_shift};
     const Finish<SmallWgmmaW8<T, SHAPE, GROUPED>> finish(args, mailbox);
     consumer.start();
     for (int begin = stretch.begin; begin < stretch.end;) {

@@ -26,7 +26,7 @@ C_CHAIN = (
     "small_batch_load.cuh", "small_batch.cuh", "small_batch_launch.cuh",
     "small_wgmma_load.cuh", "small_wgmma_finish.cuh", "small_wgmma.cuh", "small_wgmma_launch.cuh",
     "small_w8_load.cuh", "small_w8.cuh", "small_w8_launch.cuh",
-    "small_wgmma_w8_load.cuh", "small_wgmma_w8.cuh", "small_wgmma_w8_launch.cuh",
+    "w8_operand.cuh", "small_wgmma_w8_load.cuh", "small_wgmma_w8.cuh", "small_wgmma_w8_launch.cuh",
     "gemm_w8_load.cuh", "gemm_w8_finish.cuh", "gemm_w8.cuh", "gemm_w8_launch.cuh",
     "gemm_wgmma_load.cuh", "gemm_wgmma_finish.cuh", "gemm_wgmma.cuh", "gemm_wgmma_four_bit.cuh",
     "gemm_wgmma_launch.cuh", "gemm_mma_load.cuh", "gemm_mma_finish.cuh", "gemm_mma.cuh", "gemm_mma_launch.cuh",
