@@ -54,7 +54,7 @@ struct GemmConsumer {
   const int row_tile, lane;
   const int to;  // rank in the cluster of the block that this lane tells of stages that are free, or -1
   const Decoder decoder;
-  GemmPosition<S.stages> at{0};
+  RingPosition<S.stages> at{0};
   int used = -1;                        // stage of the k tile before, which the tensor cores may still read
   typename Decoder::Codes now, next;    // to finish, and to look up
   typename Decoder::Looked looked;

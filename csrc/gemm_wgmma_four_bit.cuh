@@ -22,6 +22,7 @@
 #include "four_bit.h"
 #include "gemm_wgmma_load.cuh"
 #include "scale.cuh"
+#include "tma.cuh"
 
 namespace nf4l {
 
@@ -142,7 +143,7 @@ __device__ __forceinline__ void GemmFourBit::produce_scales(const GemmArgs<Weigh
     NestedCodeTable::fill_async<THREADS>(ring.smem, args.nested_code, thread);
     nested_offset = __ldg(args.nested_offset);
   }
-  GemmPosition<S.stages> at(1);
+  RingPosition<S.stages> at(1);
   GemmWork work(args.grid, blockIdx.x);
   bool table_filled = !args.nested_code;
   while (work.next()) {

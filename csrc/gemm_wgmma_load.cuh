@@ -23,21 +23,6 @@ struct GemmArgs : Weight {
   bool vectors;      // rows of y start at multiples of 16 bytes
 };
 
-// Position in the ring. Stage s is filled when its `full` barriers turn to `phase`, and free when `empty` does.
-template <int STAGES>
-struct GemmPosition {
-  int stage = 0;
-  uint32_t phase;
-
-  __device__ __forceinline__ explicit GemmPosition(uint32_t first) : phase(first) {}
-  __device__ __forceinline__ void step() {
-    if (++stage == STAGES) {
-      stage = 0;
-      phase ^= 1;
-    }
-  }
-};
-
 template <class Format, int SHAPE>
 struct GemmRing {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
@@ -78,7 +63,7 @@ __device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& ar
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   constexpr int HALF = S.tokens / 2;
   static_assert(HALF % 8 == 0, "the swizzle goes by eight rows");
-  GemmPosition<S.stages> at(1);
+  RingPosition<S.stages> at(1);
   GemmWork work(args.grid, blockIdx.x);
   while (work.next()) {
     const int first = work.sliced ? 0 : work.rank, last = work.sliced ? 1 : work.rank;

@@ -41,7 +41,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
       : "memory");
 }
 
-// Position in a ring of stages, which copies fill and others empty. Stage s is filled when its barrier `full` turns to
+// Position in a ring of stages, which copies fill and others empty. Stage s is filled when its barriers `full` turn to
 // `phase`, and free when its barrier `empty` does.
 template <int STAGES>
 struct RingPosition {
