@@ -1,7 +1,9 @@
 """The first-use check without a GPU: the CPU library stands in for kernels, of which a test damages one."""
 
+import contextlib
 import itertools
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -101,3 +103,84 @@ def test_the_weights_cover_what_formats_can_be():
     assert {s.double_quant for s in four} == {True, False} and len({s.blocksize for s in four}) > 1
     assert {s.group_size for s in eight} == {None, 64, 128}
     assert all(s.layout != "flat" for s in SPECS)
+
+
+# ---- verdicts, on a GPU that is not there ----------------------------------------------------------------------------
+
+
+class Gpu:
+    """What the check asks of torch.cuda, and each time that it ran: on which device, for which dtype and width."""
+
+    def __init__(self, monkeypatch):
+        self.capturing = False
+        self.problem = None
+        self.runs: list[tuple[torch.device, torch.dtype, type]] = []
+        self.current: list[int] = []
+        monkeypatch.setattr(selfcheck, "_verdicts", {})
+        monkeypatch.setattr(selfcheck, "_problem", self._problem)
+        monkeypatch.setattr(torch.cuda, "device", self._device)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: self.capturing)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: f"Test GPU {device}")
+
+    @contextlib.contextmanager
+    def _device(self, device):
+        self.current.append(device)
+        yield
+        self.current.pop()
+
+    def _problem(self, library, device, dtype, kind):
+        assert self.current == [device.index] and not torch.is_grad_enabled()
+        self.runs.append((device, dtype, kind))
+        return self.problem
+
+    @staticmethod
+    def allowed(spec=SPECS[0], dtype=torch.bfloat16, device=0):
+        return selfcheck.fused_allowed(SimpleNamespace(path="/lib/nf4l.so"), device, dtype, spec)
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    return Gpu(monkeypatch)
+
+
+@pytest.mark.parametrize("problem", [None, "give wrong results (relative error 1.0e+00)"])
+@pytest.mark.filterwarnings("ignore:nf4linear. fused")
+def test_a_verdict_is_kept_for_a_device_a_dtype_and_a_width(gpu, problem):
+    gpu.problem = problem
+    four, eight = (specs[0] for specs in selfcheck.SPECS.values())
+    calls = list(itertools.product((four, eight), selfcheck.TOLERANCES, (0, 1)))
+    for _ in range(2):
+        assert [gpu.allowed(*call) for call in calls] == [problem is None] * len(calls)
+        assert gpu.runs == [(torch.device("cuda", device), dtype, type(spec)) for spec, dtype, device in calls]
+    assert gpu.allowed(selfcheck.SPECS[FourBitSpec][1]) == (problem is None)  # another weight of a width that is known
+    gpu.capturing = True
+    assert gpu.allowed() == (problem is None)
+    assert len(gpu.runs) == len(calls)
+
+
+def test_a_stream_that_captures_is_not_checked_and_nothing_is_kept(gpu):
+    gpu.capturing = True
+    assert not gpu.allowed() and not gpu.runs
+    gpu.capturing = False
+    assert gpu.allowed() and len(gpu.runs) == 1
+
+
+def test_float32_is_never_fused(gpu):
+    assert not gpu.allowed(dtype=torch.float32) and not gpu.runs
+
+
+@pytest.mark.parametrize(("kind", "width"), [(FourBitSpec, "4-bit"), (EightBitSpec, "8-bit")])
+def test_one_warning_says_what_is_wrong_where_and_what_follows(gpu, kind, width):
+    gpu.problem = "cannot be launched (no room)"
+    with pytest.warns(UserWarning) as said:
+        for _ in range(2):
+            assert not gpu.allowed(selfcheck.SPECS[kind][0], torch.float16, 1)
+    assert [str(warning.message) for warning in said] == [
+        f"nf4linear: fused {width} kernels of /lib/nf4l.so cannot be launched (no room) on "
+        "Test GPU 1 (cuda:1, torch.float16); dequantize + GEMM is used instead, which is slower. "
+        "Please report this with the output of python -m torch.utils.collect_env."
+    ]
+
+
+def test_kernels_that_are_right_are_not_spoken_of(gpu, recwarn):
+    assert gpu.allowed() and not recwarn.list
