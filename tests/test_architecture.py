@@ -189,6 +189,28 @@ def test_no_framework_headers(name):
 
 # ---- size ------------------------------------------------------------------------------------------------------------
 
+COLUMNS = 120
+C_KINDS = (".h", ".cuh", ".cu", ".cpp", ".maca", ".mu")
+
+
+def long_lines(folder: Path) -> list[str]:
+    """File and number of each line of C++ or CUDA under `folder` that is too long; Python's are ruff's to find."""
+    files = sorted(path for path in folder.rglob("*") if path.suffix in C_KINDS)
+    assert files, folder
+    lines = ((path, i, line) for path in files for i, line in enumerate(path.read_text().splitlines(), 1))
+    return [f"{path}:{i}: {len(line)} columns" for path, i, line in lines if len(line) > COLUMNS]
+
+
+@pytest.mark.parametrize("folder", ["csrc", "tests"])
+def test_lines_stay_short(folder):
+    assert not long_lines(ROOT / folder)
+
+
+def test_a_long_line_is_found(tmp_path):
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/x.cuh").write_text("// fits\n" + "x" * COLUMNS + "\n" + "x" * (COLUMNS + 1) + "\n")
+    assert [line.split(":", 1)[1] for line in long_lines(tmp_path)] == ["3: 121 columns"]
+
 
 def test_files_stay_small():
     files = [*modules().values(), *sources().values()]
