@@ -3,13 +3,16 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from nf4linear.bench import generate, gpu, linear, linear_report, linear_w8, mixed
 from nf4linear.bench.record import write_record
 from nf4linear.cli.bench import bench
+from nf4linear.formats import EightBitSpec
 
 CEILINGS = {"read_GBps": 4350.0, "copy_GBps": 4240.0, "bf16_TFLOPs": 790.0}
 
@@ -44,6 +47,22 @@ def test_the_table_is_made_from_the_rows():
     assert (by_name["of roof"], by_name["faster"]) == ("40 %", "1.60x")
     assert (by_name["error"], by_name["error of bitsandbytes"]) == ("2.00e-03", "2.20e-03")
     assert eight[0] == "8" and eight.count("-") == 7
+
+
+@pytest.mark.parametrize("dtype", linear.DTYPES)
+def test_a_row_says_which_activations_a_contender_was_given(dtype):
+    """That of bitsandbytes' int8 layer, which takes float16 alone, stands beside the others all the same."""
+    weight = SimpleNamespace(
+        spec=EightBitSpec("w8_s8", 4096, 4096), op="linear_w8", format_names={}, format_name="w8_s8"
+    )
+    contenders = [gpu.Contender("nf4linear", (), 1e6), gpu.Contender("bitsandbytes", (), 1e6, takes=torch.float16)]
+    rows = [linear._row(weight, c, 1, dtype, 9.0, CEILINGS) | {"rel_err": 1e-3} for c in contenders]
+    assert [row["dtype"] for row in rows] == [dtype, dtype]
+    assert [row.get("activations") for row in rows] == [None, "fp16" if dtype == "bf16" else None]
+    text = linear_report.markdown(record(rows))
+    assert text.count("## ") == 1 and f"| 1 | {rows[0]['roof_us']:.1f} | 9.0 | 9.0 |" in text
+    said = "bitsandbytes is given fp16 activations: it takes no others."
+    assert (said in text) == (dtype == "bf16") and text.count("is given") == (dtype == "bf16")
 
 
 def test_the_tuning_table_sorts_by_time():

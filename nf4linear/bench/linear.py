@@ -243,7 +243,13 @@ def _row(weight: BenchWeight, c: Contender, m: int, dtype: str, us: float, ceili
         "protocol": "cold-graph",
         "us": us,
         "roof_us": max(read, multiply),
-    }
+    } | _activations(c, dtype)
+
+
+def _activations(c: Contender, dtype: str) -> Row:
+    """What the contender was given, where that is not the dtype of the comparison."""
+    names = {kind: name for name, kind in DTYPES.items()}
+    return {} if c.takes in (None, DTYPES[dtype]) else {"activations": names[c.takes]}
 
 
 def _error(got: Tensor, exact: Tensor) -> float:

@@ -32,12 +32,19 @@ def markdown(record: Row) -> str:
         f"turns. Roof: the weight's bytes at {ceilings['read_GBps'] / 1e3:.2f} TB/s (a sum over 2 GiB) or the "
         f"multiplications at {ceilings['bf16_TFLOPs']:.0f} TFLOP/s (torch, 8192^3), whichever is longer. *Dependent* "
         "is programmatic dependent launch, which no peer uses; *faster* compares plain launches with the fastest peer. "
-        "Error: relative, Frobenius norm, against a float64 product with the exact float32 weight.",
+        "Error: relative, Frobenius norm, against a float64 product with the exact float32 weight."
+        + _other_activations(record["rows"]),
     ]
     for n, k, dtype in dict.fromkeys((row["n"], row["k"], row["dtype"]) for row in record["rows"]):
         rows = [row for row in record["rows"] if (row["n"], row["k"], row["dtype"]) == (n, k, dtype)]
         lines += ["", f"## {n} x {k}, {dtype}", "", *_shape_table(rows)]
     return "\n".join(lines) + "\n"
+
+
+def _other_activations(rows: Sequence[Row]) -> str:
+    """A sentence for each contender that was given activations of another dtype than those it is compared with."""
+    given = {(row["impl"], row["launch"]): row["activations"] for row in rows if "activations" in row}
+    return "".join(f" {NAMES[kind]} is given {dtype} activations: it takes no others." for kind, dtype in given.items())
 
 
 def _kind(rows: Sequence[Row]) -> str:
