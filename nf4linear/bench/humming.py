@@ -6,22 +6,30 @@ import importlib.util
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from ..formats import WeightSpec
 from .gpu import Contender, copies_of
 
-if TYPE_CHECKING:
-    from .linear import BenchWeight
+
+class PeerWeight(Protocol):
+    """What a weight of the benchmark tells humming: its shape, its values, and the nearest format that humming has."""
+
+    spec: WeightSpec
+    humming_config: ClassVar[dict[str, Any]]
+    humming_bytes: ClassVar[float]  # of a weight
+
+    def dense(self, dtype: torch.dtype) -> Tensor: ...
 
 
 def installed() -> bool:
     return importlib.util.find_spec("humming") is not None
 
 
-def peer(weight: BenchWeight, dtype: torch.dtype) -> Iterator[Contender]:
+def peer(weight: PeerWeight, dtype: torch.dtype) -> Iterator[Contender]:
     """Layers of humming's nearest format on the dequantized weight, which is not quite ours."""
     if not installed():
         return
