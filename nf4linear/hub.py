@@ -24,8 +24,13 @@ def local_folder(name: str | Path) -> Path | None:
     if not re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", str(name)) or path.exists():
         raise NoSuchModel(f"{name}: is not a folder; give the folder of a saved model, or a hub name like owner/model")
     if path.parent.name and (near := _near_folders(path)):
-        raise NoSuchModel(f"{name}: is not a folder; near it is {' and '.join(near)}")
+        raise NoSuchModel(f"{name}: is not a folder; {near}")
     return None
+
+
+def no_folder(name: str | Path, wanted: str) -> str:
+    """Says that `name` is not a folder, and which are near it, or else what is `wanted`."""
+    return f"{name}: is not a folder; {_near_folders(Path(name).expanduser()) or 'give ' + wanted}"
 
 
 def check_on_hub(name: str) -> None:
@@ -51,9 +56,10 @@ def check_on_hub(name: str) -> None:
     raise NoSuchModel(f"{name}: is not a folder, and {reason}")
 
 
-def _near_folders(path: Path) -> list[str]:
+def _near_folders(path: Path) -> str | None:
     try:
         names = [each.name for each in path.parent.iterdir() if each.is_dir()]
     except OSError:
-        return []
-    return [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=2)]
+        return None
+    near = [str(path.parent / name) for name in difflib.get_close_matches(path.name, names, n=2)]
+    return f"near it {'are' if near[1:] else 'is'} {' and '.join(near)}" if near else None

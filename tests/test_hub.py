@@ -32,7 +32,7 @@ def test_paths_are_not_asked_of_the_hub(demo, name):
 
 
 def test_a_slip_is_told_the_names_near_it(demo):
-    with pytest.raises(NoSuchModel, match="near it is demo/smollm2-nf4 and demo/smollm2"):
+    with pytest.raises(NoSuchModel, match="near it are demo/smollm2-nf4 and demo/smollm2"):
         local_folder("demo/smolm2-nf4")
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from ..cards import architecture_names, count_formats
 from ..formats import WeightSpec
+from ..hub import no_folder
 from . import bnb_keys
 from .packed import QUANT_METHOD, PackedFolder
 from .shards import Checkpoint, CheckpointError, read_json
@@ -49,9 +50,13 @@ def describe(path: str | Path) -> Description:
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
-        raise CheckpointError(f"{path}: is not a folder; give the folder of a model")
+        raise CheckpointError(no_folder(path, "the folder of a model"))
     if (folder / JOB_FILE).is_file() and folder.name.startswith("."):
         raise CheckpointError(f"{path}: is an unfinished run; start its command again to finish it")
+    if not (folder / "config.json").exists():
+        inside = [str(Path(path) / each.parent.name) for each in sorted(folder.glob("*/config.json"))]
+        hint = f"; there are models in {' and '.join(inside[:4])}" if inside else ""
+        raise CheckpointError(f"{path}: holds no config.json, so it is not the folder of a model{hint}")
     config = read_json(folder / "config.json")
     quantization = config.get("quantization_config")
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None

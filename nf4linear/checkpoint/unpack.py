@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import reference, reorder
 from ..formats import FourBitSpec, WeightSpec, bitsandbytes_has, check_tables
+from ..hub import no_folder
 from ..progress import Progress
 from ..sizes import parse_size
 from . import bnb_keys
@@ -70,7 +71,7 @@ def unpack_checkpoint(
     shard_bytes = parse_size(max_shard_size)
     source_folder = Path(src).expanduser().resolve()
     if not source_folder.is_dir():
-        raise CheckpointError(f"{src}: is not a folder; give the folder of a packed checkpoint")
+        raise CheckpointError(no_folder(src, "the folder of a packed checkpoint"))
     destination = Path(dst).expanduser().resolve()
     check_apart(source_folder, destination)
     with PackedFolder(source_folder, _shapes(source_folder, synthesize or dequantize is not None)) as packed:

@@ -53,7 +53,9 @@ def _dtypes(chosen: Sequence[str] | None) -> tuple[str, ...]:
 
 def _need_gpu() -> None:
     if not torch.cuda.is_available():
-        raise ValueError("this step runs kernels and needs an NVIDIA GPU; `generate` and `build` work without one")
+        raise ValueError(
+            "this step runs kernels and needs an NVIDIA GPU; `generate` and `build --arch 90` work without one"
+        )
 
 
 def _progress(items: Sequence[Any], description: str) -> Iterable[Any]:

@@ -78,18 +78,27 @@ def write_results(stem: Path, ladder: Sequence[Row], sweep: Sequence[Row], ceili
 
 def write_tables(stem: Path) -> str:
     """Write `stem`.md and .png from `stem`.json; returns the Markdown."""
-    rows = json.loads(stem.with_suffix(".json").read_text())["rows"]
-    text = results_text(rows)
+    record = json.loads(stem.with_suffix(".json").read_text())
+    text = results_text(record)
     stem.with_suffix(".md").write_text(text)
-    idle = [row for row in rows if row["table"] == "ladder" and row["protocol"] == "idle-events"]
+    idle = [row for row in record["rows"] if row["table"] == "ladder" and row["protocol"] == "idle-events"]
     tables.ladder_chart(stem.with_suffix(".png"), idle, f"NF4 dequantize, {idle[0]['n']} x {idle[0]['k']}, idle-events")
     return text
 
 
-def results_text(rows: Sequence[Row]) -> str:
-    """All tables of a result file's rows, as Markdown."""
+def _made_by(record: Row) -> str:
+    commit = f", commit {record['commit'][:7]}" if record["commit"] else ""
+    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+    return (
+        f"{record['machine']}, driver {record['driver']}: `{record['command']}`, {record['date']}{commit}; {versions}."
+    )
+
+
+def results_text(record: Row) -> str:
+    """A result file as Markdown: what it was made with, and all tables."""
+    rows = record["rows"]
     ladder = [row for row in rows if row["table"] == "ladder"]
-    sections = []
+    sections = [_made_by(record)]
     for dtype, protocol in dict.fromkeys((row["dtype"], row["protocol"]) for row in ladder):
         chosen = [row for row in ladder if (row["dtype"], row["protocol"]) == (dtype, protocol)]
         shown = [row for row in chosen if row["impl"] in (*program.LADDER, "bitsandbytes")]

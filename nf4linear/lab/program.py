@@ -14,10 +14,11 @@ ALONE = ("v1", "vectors_alone", "shifts_alone")  # each optimisation alone on v0
 STAGES = (*LADDER, "vectors_alone", "shifts_alone")
 SOURCE = Path(__file__).parents[2] / "csrc" / "lab"
 
-
-# What CMake says in other words -> what to do about it.
+_NAME_ONE = "there is no GPU here whose architecture could be built for; name one, such as --arch 90"
+# What CMake and nvcc say in other words -> what to do about it.
 _CMAKE_REMEDIES = {
-    "no GPU was detected": "there is no GPU here whose architecture could be built for; name one, such as --arch 90",
+    "Cannot find valid GPU for '-arch=native'": _NAME_ONE,
+    "no GPU was detected": _NAME_ONE,
     "No CMAKE_CXX_COMPILER": "no C++ compiler was found; install g++ or clang++, or name one in CXX",
     "No CMAKE_CUDA_COMPILER": "no nvcc was found; put it on PATH or set CUDACXX",
     "unable to find a build program": "cmake found no build program; install make, or `pip install ninja`",
@@ -55,17 +56,17 @@ def build(folder: Path, architecture: str | None = None) -> Path:
         raise ProgramError("cmake is not on PATH; `pip install cmake` brings it")
     target = folder / "build"
     arch = [f"-DCMAKE_CUDA_ARCHITECTURES={architecture}"] if architecture else []
-    _configure(target, arch)
-    _run(["cmake", "--build", str(target), "--parallel"])
+    _cmake("-S", str(SOURCE), "-B", str(target), *arch)
+    _cmake("--build", str(target), "--parallel")
     program = target / "nf4l_lab"
     if not program.exists():
         raise ProgramError("only the file checker was built: no nvcc was found; put it on PATH or set CUDACXX")
     return program
 
 
-def _configure(target: Path, options: Sequence[str]) -> None:
+def _cmake(*arguments: str) -> None:
     try:
-        _run(["cmake", "-S", str(SOURCE), "-B", str(target), *options])
+        _run(["cmake", *arguments])
     except ProgramError as error:
         for said, remedy in _CMAKE_REMEDIES.items():
             if said in str(error):
