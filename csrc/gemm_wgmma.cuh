@@ -38,8 +38,7 @@ namespace nf4l {
 // Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
 constexpr int GEMM_PRODUCER_REGISTERS = 56;
 NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
-  const int all = 65536 / shape.threads() / 8 * 8 * (shape.consumers + 1);
-  return (all - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
+  return (RegisterShare::all(shape.consumers) - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
 }
 
 // One warp of a consumer.

@@ -20,6 +20,7 @@ from ..generation import peak_memory, reset_peak_memory
 from ..linear import PackedLinear
 from ..patch import unpatch_model
 from .gpu import Row
+from .record import made_by
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -159,9 +160,7 @@ def markdown(record: Row) -> str:
     lines = [
         f"# Generation on {record['machine']}",
         "",
-        f"`{record['command']}`, {record['date']}, commit {record['commit']}; "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + ".",
+        made_by(record),
         "",
         f"Batch 1, greedy, transformers' `generate`; medians of {REPEATS} runs after a first one. *Compiled*: static "
         "cache, decode step under torch.compile.",

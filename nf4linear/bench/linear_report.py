@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from .gpu import Row
+from .record import made_by
 
 NAMES = {
     ("nf4linear", "plain"): "nf4linear",
@@ -24,9 +25,7 @@ def markdown(record: Row) -> str:
     lines = [
         f"# {_kind(record['rows'])} linear layers on {record['machine']}",
         "",
-        f"`{record['command']}`, {record['date']}, commit {record['commit']}; "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-        + ".",
+        made_by(record),
         "",
         "Microseconds a call, median; cold weights (copies beyond four times the L2), CUDA graphs, contenders in "
         f"turns. Roof: the weight's bytes at {ceilings['read_GBps'] / 1e3:.2f} TB/s (a sum over 2 GiB) or the "

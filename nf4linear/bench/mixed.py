@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .. import mixed
 from .gpu import Row, race
+from .record import made_by
 
 PUBLISHED_SHAPE = (3456, 4096, 2048)  # m, n, k
 SHAPES = (
@@ -86,8 +87,7 @@ def markdown(record: Row) -> str:
     header = ["variant", *(f"{m} x {n} x {k}" for m, n, k in shapes), "error"]
     lines = [
         f"# Mixed-input products on {record['machine']}", "",
-        f"`{record['command']}`, {record['date']}, commit {record['commit']}; "
-        + ", ".join(f"{name} {version}" for name, version in record["versions"].items()) + ".", "",
+        made_by(record), "",
         "TFLOP/s of m x n x k, median; in brackets the speed in units of torch's (cuBLAS) product of two matrices of "
         "the same 16-bit type in the same run. f16_s8: float16 first operand, int8 second one, and so on; float32 "
         "sums. Error: relative, Frobenius norm, against float64.", "",

@@ -24,6 +24,12 @@ def versions(packages: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def made_by(record: Row) -> str:
+    """The sentence of a report that says what its result file was made by."""
+    made = f"`{record['command']}`, {record['date']}, commit {record['commit']}"
+    return f"{made}; {', '.join(f'{name} {version}' for name, version in record['versions'].items())}."
+
+
 def commit() -> str | None:
     """The commit of the checkout that this package lies in; None outside of one."""
     return first_line_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")

@@ -9,7 +9,6 @@ import datetime
 import json
 import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..bench.record import first_line_of, made_by
 from . import bench, generate, program, tables, verify
 from .bench import Repeats, Row
 from .generate import Case
@@ -86,19 +86,11 @@ def write_tables(stem: Path) -> str:
     return text
 
 
-def _made_by(record: Row) -> str:
-    commit = f", commit {record['commit'][:7]}" if record["commit"] else ""
-    versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
-    return (
-        f"{record['machine']}, driver {record['driver']}: `{record['command']}`, {record['date']}{commit}; {versions}."
-    )
-
-
 def results_text(record: Row) -> str:
     """A result file as Markdown: what it was made with, and all tables."""
     rows = record["rows"]
     ladder = [row for row in rows if row["table"] == "ladder"]
-    sections = [_made_by(record)]
+    sections = [f"{record['machine']}, driver {record['driver']}: {made_by(record)}\n"]
     for dtype, protocol in dict.fromkeys((row["dtype"], row["protocol"]) for row in ladder):
         chosen = [row for row in ladder if (row["dtype"], row["protocol"]) == (dtype, protocol)]
         shown = [row for row in chosen if row["impl"] in (*program.LADDER, "bitsandbytes")]
@@ -116,7 +108,7 @@ def environment(ceiling: float) -> Row:
 
     return {
         "machine": torch.cuda.get_device_name(0),
-        "driver": _output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -125,14 +117,6 @@ def environment(ceiling: float) -> Row:
         },
         "command": shlex.join(["nf4linear", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "commit": _output_of("git", "rev-parse", "HEAD"),
+        "commit": first_line_of("git", "rev-parse", "HEAD"),
         "ceilings": {"copy_GBps": ceiling},
     }
-
-
-def _output_of(*command: str) -> str | None:
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return lines[0].strip() if lines else None

@@ -16,6 +16,19 @@ DTYPES = [torch.float16, torch.bfloat16]
 # than half of that.
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
 PLAIN, DEPENDENT = 0, native.DEPENDENT_LAUNCH
+# Weights for both prefill engines.
+PREFILL_SPECS = (
+    FourBitSpec("nf4", 48, 192),
+    FourBitSpec("nf4", 1000, 576),  # ragged rows, odd number of k tiles
+    FourBitSpec("nf4", 33, 1088),
+    FourBitSpec("nf4", 5, 64),  # rows of y that start anywhere
+    FourBitSpec("nf4", 336, 4096),  # odd number of row tiles
+    FourBitSpec("fp4", 200, 640),
+    FourBitSpec("nf4", 272, 1024, blocksize=128),
+    FourBitSpec("fp4", 96, 4096, blocksize=4096),
+    FourBitSpec("nf4", 130, 704, double_quant=False),
+    FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
+)
 
 
 def launch(

@@ -5,7 +5,7 @@ Blocks of a cluster may share an output tile and send partial sums to each other
 
 import pytest
 import torch
-from fused import DEPENDENT, DTYPES, PLAIN, ROUNDING, launch, random_weight, relative_error
+from fused import DEPENDENT, DTYPES, PLAIN, PREFILL_SPECS, ROUNDING, launch, random_weight, relative_error
 from order_of_work import (  # noqa: F401
     test_graphs_replay_on_new_inputs,
     test_two_streams_at_once,
@@ -24,18 +24,6 @@ pytestmark = [
     ),
 ]
 
-SPECS = (
-    FourBitSpec("nf4", 48, 192),
-    FourBitSpec("nf4", 1000, 576),  # ragged rows, odd number of k tiles
-    FourBitSpec("nf4", 33, 1088),
-    FourBitSpec("nf4", 5, 64),  # rows of y that start anywhere
-    FourBitSpec("nf4", 336, 4096),  # odd number of row tiles
-    FourBitSpec("fp4", 200, 640),
-    FourBitSpec("nf4", 272, 1024, blocksize=128),
-    FourBitSpec("fp4", 96, 4096, blocksize=4096),
-    FourBitSpec("nf4", 130, 704, double_quant=False),
-    FourBitSpec("fp4", 48, 2048, blocksize=512, double_quant=False),
-)
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.
 SHAPES = tuple(tokens for tokens, _ in TUNE_GEMM_SHAPES)
 FIRST_SHAPE = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
@@ -43,7 +31,7 @@ FIRST_SHAPE = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
 
 def tuned(shape: int, slices: int = 1) -> int:
     """Flags that take a compiled shape in place of the launch table's choice."""
-    return (1 + FIRST_SHAPE + shape) << 8 | slices << 16
+    return native.tuned(FIRST_SHAPE + shape, slices)
 
 
 def slices_of(shape: int, spec: FourBitSpec, tokens: int, sms: int = 132) -> list[int]:
@@ -70,7 +58,7 @@ def library():
     return found
 
 
-@pytest.fixture(scope="module", params=SPECS, ids=spec_id)
+@pytest.fixture(scope="module", params=PREFILL_SPECS, ids=spec_id)
 def weight(request):
     spec = request.param
     canonical = fresh_weight(spec, device="cuda")
