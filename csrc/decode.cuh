@@ -84,13 +84,15 @@ struct FloatPairTable {
   static constexpr int LINE_BYTES = 256;
   static constexpr int BYTES = 256 * LINE_BYTES;
 
-  // `THREADS` threads together; a barrier must follow.
-  template <int THREADS>
-  __device__ __forceinline__ static void fill(char* table, const float* centroids, int thread) {
-    for (int i = thread; i < 256 * 16; i += THREADS) {
-      const int byte = i / 16;
-      *reinterpret_cast<float2*>(table + byte * LINE_BYTES + i % 16 * 8) = {centroids[byte / 16], centroids[byte % 16]};
-    }
+  // The first 256 of a block's threads together; a barrier must follow. Each has one low nibble and one of the sixteen
+  // copies of its lines.
+  static constexpr int FILLERS = 256;
+  __device__ __forceinline__ static void fill(uint32_t table, const float (&centroids)[16], int thread) {
+    const int low = thread / 16, copy = thread % 16;
+    const float second = centroids[low];
+    const uint32_t to = table + low * LINE_BYTES + copy * 8;
+#pragma unroll
+    for (int high = 0; high < 16; ++high) st_shared_f32x2(to + high * 16 * LINE_BYTES, {centroids[high], second});
   }
 
   __device__ __forceinline__ static uint32_t lane_address(int lane) { return mov_in_order(lane % 16 * 8); }

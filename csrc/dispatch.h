@@ -80,7 +80,7 @@ constexpr int LEAST_TILES = 8;
 
 // What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 256 of
 // them; before that, where its output tiles make waves that are far from full.
-constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 1536, GEMM_FIRST_WEIGHTS = 4'000'000;
+constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 3072, GEMM_FIRST_WEIGHTS = 4'000'000;
 
 // About how long dequantize + GEMM takes, in nanoseconds: 2.5 bytes a weight at 4.2 TB/s, 770 TFLOP/s.
 inline int64_t dequantize_gemm_ns(int64_t m, int64_t n, int64_t k) {

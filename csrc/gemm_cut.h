@@ -20,7 +20,8 @@ struct GemmCut {
   int k_tiles, token_tiles, row_blocks;
   int blocks;
   int whole_tiles;
-  Deal deal;  // of the line, in k tiles
+  Deal deal;       // of the line, in k tiles
+  Divider groups;  // by row_blocks * OutTile::GROUP
 };
 
 // Where an output tile lies. Tiles of four token tiles follow each other along the rows: what blocks read at the same
@@ -29,13 +30,14 @@ struct OutTile {
   static constexpr int GROUP = 4;
   int token_tile, row_block;
 
-  NF4L_HD OutTile(int token_tiles, int row_blocks, int tile) {
-    const int group = tile / (GROUP * row_blocks), rest = tile - group * GROUP * row_blocks;
+  // `groups` divides by row_blocks * GROUP.
+  NF4L_HD OutTile(int token_tiles, int row_blocks, const Divider& groups, int tile) {
+    const int group = groups.quotient(tile), rest = tile - group * GROUP * row_blocks;
     const int left = token_tiles - group * GROUP, tokens = left < GROUP ? left : GROUP;
-    row_block = rest / tokens;
+    row_block = small_quotient(rest, tokens);
     token_tile = group * GROUP + rest - row_block * tokens;
   }
-  NF4L_HD OutTile(const GemmCut& cut, int tile) : OutTile(cut.token_tiles, cut.row_blocks, tile) {}
+  NF4L_HD OutTile(const GemmCut& cut, int tile) : OutTile(cut.token_tiles, cut.row_blocks, cut.groups, tile) {}
 };
 
 // A block's work, one piece after the other: k tiles begin .. end - 1 of one output tile.

@@ -21,7 +21,7 @@ struct GemmMmaShape {
   static constexpr int GROUPS = 2, GROUP_WARPS = 4, ROW_TILES = 2;  // ROW_TILES: of a warp
   static constexpr int GROUP_THREADS = GROUP_WARPS * 32, THREADS = GROUPS * GROUP_THREADS;
   static constexpr int BLOCK_ROWS = GROUP_WARPS * ROW_TILES * TILE_ROWS;
-  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
+  NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }                       // of a stage
   NF4L_HD constexpr int codes_bytes() const { return GROUP_WARPS * ROW_TILES * TILE_BYTES; }  // of a stage
   NF4L_HD constexpr int stage_bytes() const { return x_bytes() + codes_bytes() + BLOCK_ROWS * 4; }
   // Sums of a lane, in vectors of four: rows g and g + 8 of a row tile, two of eight tokens.
@@ -113,7 +113,8 @@ inline bool plan_gemm_mma(const FourBitProblem& p, int64_t m, int shape_index, b
   const Deal deal = {int(units / blocks), int(units % blocks)};
   plan = {shape_index,
           stages,
-          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal},
+          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal,
+           Divider(int(row_blocks) * OutTile::GROUP)},
           GemmMmaShared(shape, stages).total,
           units > 0 ? blocks * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;

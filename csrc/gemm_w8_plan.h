@@ -102,7 +102,8 @@ inline bool plan_gemm_w8(int64_t m, int64_t n, int64_t k, int shape_index, bool 
   if (units > INT32_MAX) return false;
   const Deal deal = {int(units / blocks), int(units % blocks)};
   plan = {shape_index,
-          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal},
+          {int(k_tiles), int(token_tiles), int(row_blocks), int(blocks), int(whole_tiles), deal,
+           Divider(int(row_blocks) * OutTile::GROUP)},
           shared,
           units > 0 ? blocks * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;

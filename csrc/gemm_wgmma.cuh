@@ -5,13 +5,13 @@
 // shared memory by the tensor cores. A block is one warpgroup that copies and two or three that multiply, 64 rows of an
 // output tile each. A k tile of 64 inputs travels through a ring in shared memory:
 //
-//     producer     wait empty | x: TMA [tokens][64] | codes: TMA, a tile a row tile | scales to float32 | -> full
+//     producers    wait empty | x: TMA [tokens][64]                                   -> full
+//                  wait empty | codes: TMA, a tile a row tile | scales to float32     -> full
 //
 //     a k16 step   fence | wgmma | commit | wait for those before the last two | scale and round a later step,
 //                  into the registers that are free now | start the look-ups of the step behind it
 //
-// So the tensor cores always have the next wgmma of each warpgroup, and decoding has as long as they take for it;
-// look-ups have longer, because the tensor cores' own reads of shared memory come first.
+// So the tensor cores have the next wgmma of each warpgroup, and one decodes behind the other's.
 //
 // Two blocks of a cluster have the same tokens and neighbouring rows: each copies half of x to both, which halves what
 // comes from L2, 3 % of a long call's energy and so of its time. Or, where output tiles are few and in the last wave,
@@ -19,7 +19,8 @@
 // persistent.
 //
 // What binds is shared memory, 128 bytes a cycle, and power. A wgmma reads its tokens at 64; the rest is for look-ups,
-// 8 bytes for two weights however many tokens they meet, and for what the copy engine writes.
+// 8 bytes for two weights however many tokens they meet, and for what the copy engine writes: 139 KB a k tile of 256
+// tokens, 1088 cycles, of which it takes 1130.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -41,116 +42,130 @@ NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
   return (RegisterShare::all(shape.consumers) - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
 }
 
-// One warp of a consumer.
+// One warp of a consumer. ptxas moves an FMUL up to the look-up that feeds it, and waits there, if it can, before the
+// wgmma that should go first; it waits for look-ups at branches too. So they are asked for where a wgmma comes next,
+// and none is under way at the back edge or where the next stage is waited for.
 template <class Format, class T, int SHAPE>
 struct GemmConsumer {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   static constexpr int K_STEPS = GEMM_K / 16;
   // Steps of k16 that are decoded ahead of the tensor cores, in twice as many sets of registers.
   static constexpr int AHEAD = 2, SETS = 2 * AHEAD;
+  static_assert(SETS == K_STEPS);
+  using Ring = GemmRing<Format, SHAPE>;
   using Decoder = typename Format::template Decoder<T>;
-  const GemmRing<Format, SHAPE>& ring;
-  const int row_tile, lane;
-  const int to;  // rank in the cluster of the block that this lane tells of stages that are free, or -1
+  const Ring& ring;
   const Decoder decoder;
-  RingPosition<S.stages> at{0};
-  int used = -1;                        // stage of the k tile before, which the tensor cores may still read
-  typename Decoder::Codes now, next;    // to finish, and to look up
-  typename Decoder::Looked looked;
+  const uint32_t codes, scales;  // the lane's own of stage 0
+  const uint32_t empty;          // barrier of stage 0, in the block of the cluster that this lane tells of free stages
+  const bool tells;
+  const uint64_t x;  // descriptor of stage 0
+  int stage = 0;     // of the k tile in hand
+  RingPosition<S.stages> ahead{0};
+  uint32_t words[K_STEPS];   // codes of the k tile ahead, a step each
+  float2 scale, next_scale;  // of the k tile in hand and of the one ahead
   uint32_t a[SETS][4];
   float sums[S.tokens / 2];
 
-  __device__ __forceinline__ void load(int stage) {
-    next = decoder.load(ring.codes(stage, row_tile), ring.scales(stage, row_tile), lane);
+  __device__ __forceinline__ GemmConsumer(const Ring& r, int row_tile, int lane, int blocks)
+      : ring(r),
+        decoder(r.smem, lane),
+        codes(mov_in_order(r.codes(0, row_tile) + lane * LANE_BYTES)),
+        scales(mov_in_order(r.scales(0, row_tile) + lane / 4 * 8)),
+        empty(mov_in_order(cluster_address(r.empty(0), lane < blocks ? lane : 0))),
+        tells(lane < blocks),
+        x(wgmma_descriptor(r.x(0))) {}
+
+  // The next k tile's codes and scales, if there is `another`.
+  __device__ __forceinline__ void load(bool another) {
+    if (another) mbarrier_wait(ring.full(ahead.stage), ahead.phase);
+    const uint4 v = ld_shared_u32x4(codes + ahead.stage * (S.row_tiles() * Format::BYTES.codes));
+    next_scale = ld_shared_f32x2(scales + ahead.stage * (S.row_tiles() * Format::BYTES.scales));
+    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    ahead.step();
   }
 
-  // Steps count from the k tile in hand on; those of the next one are looked up in `next`.
-  __device__ __forceinline__ void look_up(int step) { looked = decoder.look_up(next, step % K_STEPS); }
-
-  __device__ __forceinline__ void finish(int step) {
-    if (step == K_STEPS) now = next;
-    decoder.finish(looked, now, a[step % SETS]);
-  }
-
-  // Before the first k tile of a piece.
+  // Before the first k tile of the block.
   __device__ __forceinline__ void start() {
-    mbarrier_wait(ring.full_codes(at.stage), at.phase);
-    load(at.stage);
-    now = next;
-#pragma unroll
-    for (int step = 0; step < AHEAD; ++step) {
-      look_up(step);
-      finish(step);
-    }
-    look_up(AHEAD);
+    load(true);
+    scale = next_scale;
+    const auto first = decoder.look_up(words[0]), second = decoder.look_up(words[1]);
+    decoder.finish(first, scale, a[0]);
+    decoder.finish(second, scale, a[1]);
   }
 
-  // One k tile, added to the sums or in their place, and the first steps of the next one decoded if there are `more`.
-  __device__ __forceinline__ void multiply(bool add, bool more) {
-    const int stage = at.stage;
-    const uint64_t x = wgmma_descriptor(ring.x(stage));
-    mbarrier_wait(ring.full_x(stage), at.phase);
-    at.step();
+  // One k tile, added to the sums or in their place, and the first steps of the next one decoded.
+  __device__ __forceinline__ void multiply(bool add, bool another) {
+    const uint64_t tokens = x + uint32_t(stage * (S.x_bytes() / 16));
+    const uint32_t free = empty + before() * GemmShared::BARRIERS;
+    const uint32_t third = words[2], last = words[3];
+    load(another);
+    auto looked = decoder.look_up(third);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
-      if (step == K_STEPS - AHEAD - 1 && more) {
-        mbarrier_wait(ring.full_codes(at.stage), at.phase);
-        load(at.stage);
-      }
       wgmma_fence();
-      wgmma_m64k16<T>(sums, a[step % SETS], x + 2 * step, add || step > 0);
+      wgmma_m64k16<T>(sums, a[step], tokens + 2 * step, add || step > 0);
       wgmma_commit_group();
       wgmma_wait_group<AHEAD>();
-      if (step == AHEAD - 1) release();
-      finish(step + AHEAD);
-      look_up(step + AHEAD + 1);
+      if (step == AHEAD - 1) {
+        __syncwarp();
+        if (add && tells) mbarrier_arrive_cluster(free);
+      }
+      if (step + AHEAD == K_STEPS) scale = next_scale;
+      decoder.finish(looked, scale, a[(step + AHEAD) % SETS]);
+      if (step + 1 < K_STEPS) looked = decoder.look_up(step == 0 ? last : words[step - 1]);
     }
-    used = stage;
+    if (++stage == S.stages) stage = 0;
   }
 
-  // To all blocks of the cluster.
-  __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (used >= 0 && to >= 0) mbarrier_arrive_cluster(cluster_address(ring.empty(used), to));
-  }
+  // The stage before the one in hand.
+  __device__ __forceinline__ int before() const { return stage ? stage - 1 : S.stages - 1; }
 
   // After the last k tile of a piece: the sums may be read.
   __device__ __forceinline__ void drain() {
     wgmma_wait_group<0>();
-    release();
-    used = -1;
+    __syncwarp();
+    if (tells) mbarrier_arrive_cluster(empty + before() * GemmShared::BARRIERS);
   }
 };
 
+// What needs neither the other blocks of the cluster nor the kernel before this one comes before the first wait.
 template <class Format, int SHAPE>
 __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
-                                             const GemmRing<Format, SHAPE>& ring, int warp, int lane) {
+                                             const GemmRing<Format, SHAPE>& ring, GemmWork work, int warp, int lane) {
   if (warp == 0) {
-    if (lane > 0) return;
+    prefetch_tensormap(&x);
+    const bool any = work.next();
+    cluster_wait();
     grid_wait();
-    feed(args, x, ring);
-  } else if (warp <= Format::scale_warps(GEMM_SHAPES[SHAPE])) {
-    Format::produce_scales(args, ring, (warp - 1) * WARP + lane);
+    if (lane == 0 && any) feed(x, ring, work);
+  } else if (warp <= Format::weight_warps(GEMM_SHAPES[SHAPE])) {
+    Format::produce(args, ring, work, (warp - 1) * WARP + lane);
+  } else {
+    cluster_wait();
   }
 }
 
 template <class Format, class T, int SHAPE>
 __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Weight>& args,
-                                             const GemmRing<Format, SHAPE>& ring, char* smem, int warp, int lane) {
+                                             const GemmRing<Format, SHAPE>& ring, GemmWork work, int warp, int lane) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   const int warpgroup = warp / 4;
-  Format::template fill_table<S.consumers * WARPGROUP>(smem, args, warp * WARP + lane);
-  asm volatile("bar.sync 1, %0;" ::"n"(S.consumers * WARPGROUP) : "memory");
+  Format::fill_table(ring.smem, args, warp * WARP + lane);
+  cluster_wait();
+  bar_sync(1, S.consumers * WARPGROUP);
   grid_wait();  // y may be in use until then
 
-  const int to = lane < args.grid.blocks ? lane : -1;
-  GemmConsumer<Format, T, SHAPE> consumer = {ring, warp, lane, to, {ring.smem, lane}};
+  GemmConsumer<Format, T, SHAPE> consumer(ring, warp, lane, args.grid.blocks);
   const uint32_t buffers = ring.smem + Format::BYTES.gap + warpgroup * ring.MAP.OUT_LINES * Format::BYTES.stride;
-  const GemmFinish<Format, T, SHAPE> finish = {args, ring.x(0), buffers, warpgroup, warp % 4 * WARP + lane};
-  GemmWork work(args.grid, blockIdx.x);
-  while (work.next()) {
-    consumer.start();
-    for (int k = work.begin; k < work.end; ++k) consumer.multiply(k > work.begin, k + 1 < work.end);
+  const GemmFinish<Format, T, SHAPE> finish = {args, ring, buffers, warpgroup, warp % 4 * WARP + lane};
+  GemmWork later = work;
+  bool another = later.next();
+  if (another) consumer.start();
+  while (another) {
+    work.next();
+    another = later.next();
+    for (int k = work.begin; k < work.end; ++k) consumer.multiply(k > work.begin, k + 1 < work.end || another);
     consumer.drain();
     finish(consumer.sums, work);
   }
@@ -167,14 +182,17 @@ __global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
   grid_launch_dependents();
   const int warp = __shfl_sync(ALL_LANES, threadIdx.x / WARP, 0), lane = threadIdx.x % WARP;
   const GemmRing<Format, SHAPE> ring = {smem_address(smem)};
-  if (threadIdx.x == 0) ring.init(args.grid.blocks);
-  cluster_sync_threads();
-  if (warp >= S.consumers * 4) {
+  const int producer_warp = warp - S.consumers * 4;
+  if (producer_warp == 0 && lane == 0) ring.init(args.grid.blocks);
+  __syncwarp();
+  cluster_arrive();
+  const GemmWork work(args.grid, cluster_index(), cluster_rank());
+  if (producer_warp >= 0) {
     setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
-    gemm_produce<Format, SHAPE>(args, x, ring, warp - S.consumers * 4, lane);
+    gemm_produce<Format, SHAPE>(args, x, ring, work, producer_warp, lane);
   } else {
     setmaxnreg_inc<gemm_consumer_registers(S)>();
-    gemm_consume<Format, T, SHAPE>(args, ring, smem, warp, lane);
+    gemm_consume<Format, T, SHAPE>(args, ring, work, warp, lane);
   }
 #endif
 }

@@ -1,4 +1,4 @@
-// The prefill engine's ways in: what a block works on, its ring, and the warp that feeds it. The engine itself, with
+// The prefill engine's ways in: what a block works on, its ring, and the warp that feeds it x. The engine itself, with
 // the story of all its files, is gemm_wgmma.cuh.
 #pragma once
 
@@ -9,6 +9,7 @@
 #include "copy.cuh"
 #include "gemm_wgmma_plan.h"
 #include "tma.cuh"
+#include "wgmma_sm90.cuh"
 
 namespace nf4l {
 
@@ -20,7 +21,7 @@ struct GemmArgs : Weight {
   void* y;           // [m, n]
   int m;
   GemmGrid grid;
-  bool vectors;      // rows of y start at multiples of 16 bytes
+  bool vectors;  // rows of y start at multiples of 16 bytes
 };
 
 template <class Format, int SHAPE>
@@ -36,52 +37,51 @@ struct GemmRing {
   __device__ __forceinline__ uint32_t scales(int stage, int row_tile) const {
     return smem + MAP.scales + (stage * S.row_tiles() + row_tile) * Format::BYTES.scales;
   }
-  // x is needed later than codes and scales, and takes longer.
-  __device__ __forceinline__ uint32_t full_codes(int stage) const {
+  __device__ __forceinline__ uint32_t full(int stage) const {
     return smem + MAP.barriers + stage * GemmShared::BARRIERS;
   }
-  __device__ __forceinline__ uint32_t full_x(int stage) const { return full_codes(stage) + 8; }
-  __device__ __forceinline__ uint32_t empty(int stage) const { return full_codes(stage) + 16; }
+  __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
+
+  __device__ __forceinline__ uint32_t arrived(int step) const { return empty(S.stages - 1) + 8 + step * 8; }
 
   // One thread, before anybody else uses the ring. A stage is empty when the consumers of all `blocks` of the cluster
   // have read theirs, because the copies of one may go to all.
   __device__ __forceinline__ void init(int blocks) const {
     for (int s = 0; s < S.stages; ++s) {
-      mbarrier_init(full_codes(s), 1 + Format::scale_warps(S));
-      mbarrier_init(full_x(s), 1);
+      mbarrier_init(full(s), 1 + Format::weight_warps(S));
       mbarrier_init(empty(s), blocks * S.consumers * 4);
+    }
+    for (int step = 0; step < S.store_steps(); ++step) {
+      mbarrier_init(arrived(step), 1);
+      mbarrier_arrive_expect_tx(arrived(step), (blocks - 1) * S.step_bytes());
     }
     fence_mbarrier_init();
   }
 };
 
-// One thread: the codes of every k tile, and x: of two blocks that share it each copies a half to both. A copy takes
-// the engine 45 ns whatever its size. What lies beyond the last token or row tile is zero.
+// One thread: x of every k tile, from the piece in hand on; of two blocks that share it each copies a half to both. A
+// copy takes the engine 45 ns whatever its size. What lies beyond the last token is zero.
 template <class Format, int SHAPE>
-__device__ __forceinline__ void feed(const GemmArgs<typename Format::Weight>& args, const CUtensorMap& x,
-                                     const GemmRing<Format, SHAPE>& ring) {
+__device__ __forceinline__ void feed(const CUtensorMap& x, const GemmRing<Format, SHAPE>& ring, GemmWork& work) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   constexpr int HALF = S.tokens / 2;
   static_assert(HALF % 8 == 0, "the swizzle goes by eight rows");
   RingPosition<S.stages> at(1);
-  GemmWork work(args.grid, blockIdx.x);
-  while (work.next()) {
+  do {
     const int first = work.sliced ? 0 : work.rank, last = work.sliced ? 1 : work.rank;
     const uint16_t to = uint16_t(work.sliced ? 1 << work.rank : 3);
+    const int token = work.token_tile * S.tokens;
     for (int k = work.begin; k < work.end; ++k) {
-      const uint32_t full_codes = ring.full_codes(at.stage), full_x = ring.full_x(at.stage);
+      const uint32_t full = ring.full(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
-      mbarrier_arrive_expect_tx(full_codes, S.row_tiles() * Format::BYTES.codes);
-      const int row_tile = work.row_block * S.row_tiles();
-      cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k, row_tile, full_codes);
-      mbarrier_arrive_expect_tx(full_x, S.x_bytes());
+      mbarrier_arrive_expect_tx(full, S.x_bytes());
       for (int half = first; half <= last; ++half) {
-        cp_async_bulk_tensor_3d_multicast(ring.x(at.stage) + half * HALF * GEMM_K * 2, &x, 0,
-                                          work.token_tile * S.tokens + half * HALF, k, full_x, to);
+        const int skipped = half * HALF;
+        cp_async_bulk_tensor_3d_multicast(ring.x(at.stage) + skipped * GEMM_K * 2, &x, 0, token + skipped, k, full, to);
       }
       at.step();
     }
-  }
+  } while (work.next());
 }
 
 }  // namespace nf4l

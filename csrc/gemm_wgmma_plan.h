@@ -29,29 +29,29 @@ struct GemmShape {
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{64, 2, 12, 375},  {96, 2, 9, 430},  {128, 2, 7, 475}, {128, 3, 6, 660},
-                                     {160, 2, 6, 530}, {192, 2, 5, 590}, {224, 2, 4, 665}, {256, 2, 4, 715}};
+constexpr GemmShape GEMM_SHAPES[] = {{64, 2, 12, 347}, {96, 2, 9, 406},  {128, 2, 7, 448}, {128, 3, 6, 620},
+                                     {160, 2, 6, 492}, {192, 2, 5, 570}, {224, 2, 4, 645}, {256, 2, 4, 687}};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
 struct GemmFormatBytes {
-  int table;   // for decoding, once
+  int table;   // for decoding, once: a multiple of 1024
   int gap;     // where in the table the first of many free lines of 128 bytes is
   int stride;  // from one free line to the next
   int codes;   // of a stage, for each row tile
   int scales;  // the same
 };
-constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536, 128, 256, TILE_BYTES, TILE_ROWS * 4};
+constexpr GemmFormatBytes GEMM_FOUR_BIT = {65536 + 1024, 128, 256, TILE_BYTES, TILE_ROWS * 4};
 
 // Byte offsets in a block's shared memory. The decoding table is at 0; what is swizzled begins at multiples of 1024.
 struct GemmShared {
   int x;         // [stages][tokens][64], 16 bit
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
-  int barriers;  // uint64 [stages][full_codes, full_x, empty]
+  int barriers;  // uint64 [stages][full, empty], then [steps] of a tile that have arrived from other blocks
   int total;
 
-  static constexpr int BARRIERS = 24;  // bytes of a stage
+  static constexpr int BARRIERS = 16;  // bytes of a stage
   // Free lines of the table that y takes on its way out: [warpgroups][2][STORE_TOKENS] lines of [64], 16 bit.
   static constexpr int OUT_LINES = 2 * GemmShape::STORE_TOKENS;  // of a warpgroup
 
@@ -60,7 +60,7 @@ struct GemmShared {
         codes(x + shape.stages * shape.x_bytes()),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
-        total(barriers + shape.stages * BARRIERS) {}
+        total(barriers + shape.stages * BARRIERS + shape.store_steps() * 8) {}
 };
 
 // How a call is dealt to clusters of `blocks` blocks, cluster c of so many.
@@ -72,9 +72,10 @@ struct GemmShared {
 struct GemmGrid {
   int k_tiles, token_tiles, row_pairs;  // where row blocks are odd in number, the last pairs have an empty tile
   int blocks, clusters, pairs;
+  Divider groups;  // by row_pairs * OutTile::GROUP
 
   NF4L_HD constexpr int sliced_tiles() const { return 2 * (token_tiles * row_pairs - pairs); }
-  NF4L_HD constexpr int first_k(int slice) const { return k_tiles * slice / blocks; }
+  NF4L_HD constexpr int first_k(int slice) const { return small_quotient(k_tiles * slice, blocks); }
 };
 
 // A block's work, one piece after the other: k tiles begin .. end - 1 of an output tile.
@@ -85,8 +86,8 @@ struct GemmWork {
   bool sliced = false;  // the piece in hand is the last one, and a slice
   int token_tile = 0, row_block = 0, begin = 0, end = 0;
 
-  NF4L_HD GemmWork(const GemmGrid& g, int block)
-      : grid(g), cluster(block / g.blocks), rank(block - cluster * g.blocks), next_pair(cluster) {}
+  NF4L_HD GemmWork(const GemmGrid& g, int cluster_index, int block)
+      : grid(g), cluster(cluster_index), rank(block), next_pair(cluster_index) {}
 
   // Goes to the next piece; false when there is none.
   NF4L_HD bool next() {
@@ -102,7 +103,7 @@ struct GemmWork {
   }
 
   NF4L_HD void take(int pair, int row, int from, int to) {
-    const OutTile tile(grid.token_tiles, grid.row_pairs, pair);
+    const OutTile tile(grid.token_tiles, grid.row_pairs, grid.groups, pair);
     token_tile = tile.token_tile;
     row_block = 2 * tile.row_block + row;
     begin = from;
@@ -110,18 +111,15 @@ struct GemmWork {
   }
 };
 
-// How the blocks of a cluster add up their slices. Each of them stores some of the tile's tokens, in steps of
-// STORE_TOKENS, and gets the others' sums of these into its shared memory, where x has been.
+// How the blocks of a cluster add up their slices. Of a tile's steps of STORE_TOKENS each stores every so manieth, and
+// gets the others' sums of these into its shared memory, where x has been.
 struct GemmShares {
-  int steps, slices;
+  int slices;
 
-  // Slice `slice` stores steps first(slice) .. first(slice + 1) - 1.
-  NF4L_HD constexpr int first(int slice) const { return (slice * steps + slices - 1) / slices; }
-  NF4L_HD constexpr int owner(int step) const { return step * slices / steps; }
+  NF4L_HD constexpr int owner(int step) const { return step - small_quotient(step, slices) * slices; }
   // Where the owner of a step finds slice `from`'s sums of it, in step_bytes().
   NF4L_HD constexpr int place(int step, int from) const {
-    const int to = owner(step);
-    return (step - first(to)) * (slices - 1) + from - (from > to);
+    return small_quotient(step, slices) * (slices - 1) + from - (from > owner(step));
   }
 };
 
@@ -134,7 +132,7 @@ struct GemmPlan {
 
 // What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large
 // clusters, for each block but one, and sums that are sent and read.
-constexpr int GEMM_START_NS = 5500, GEMM_STORE_NS = 1500, GEMM_SLICE_NS = 1000, GEMM_SLICE_BYTES_A_NS = 60;
+constexpr int GEMM_START_NS = 3200, GEMM_STORE_NS = 2000, GEMM_SLICE_NS = 500, GEMM_SLICE_BYTES_A_NS = 45;
 // Slices of an output tile at most, so blocks of a cluster. More than two only where there are no pairs.
 constexpr int GEMM_MOST_SLICES = 4;
 
@@ -167,7 +165,8 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   if (slices > 1 && (sliced == 0 || 2 * sliced > most || k_tiles < slices * GEMM_LEAST_TILES)) return false;
   const int64_t wanted = all - sliced > 2 * sliced ? all - sliced : 2 * sliced;
   plan = {shape_index,
-          {k_tiles, int(token_tiles), int(row_pairs), blocks, int(wanted < most ? wanted : most), int(all - sliced)},
+          {k_tiles, int(token_tiles), int(row_pairs), blocks, int(wanted < most ? wanted : most), int(all - sliced),
+           Divider(int(row_pairs) * OutTile::GROUP)},
           shared};
   return true;
 }

@@ -31,11 +31,25 @@ __device__ __forceinline__ void mbarrier_arrive_cluster(uint32_t barrier) {
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
+// The same without arriving.
+__device__ __forceinline__ void mbarrier_expect_tx(uint32_t barrier, int bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
 // Returns when the phase of this parity has ended. Of a fresh barrier, the one of parity 1 has.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{.reg .pred p;\n"
       "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
+      "@!p bra.uni again;}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+// The same, and what other blocks of the cluster sent with it can be read.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t parity) {
+  asm volatile(
+      "{.reg .pred p;\n"
+      "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
       "@!p bra.uni again;}" ::"r"(barrier),
       "r"(parity)
       : "memory");

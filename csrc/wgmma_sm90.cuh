@@ -49,13 +49,30 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 
 // ---- clusters: blocks that run at the same time and reach each other's shared memory --------------------------------
 
+__device__ __forceinline__ int cluster_index() {
+  int index;
+  asm("mov.u32 %0, %%clusterid.x;" : "=r"(index));
+  return index;
+}
+// Of this block in its cluster.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
 // All threads of the cluster's blocks that have not ended, warps together; what they wrote before, all see after it.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
-// The same, where what they wrote does not matter: nothing is waited for but the threads.
+// The same in two halves, where what they wrote does not matter: nothing is waited for but the threads.
+__device__ __forceinline__ void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
 __device__ __forceinline__ void cluster_sync_threads() {
-  asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+  cluster_arrive();
+  cluster_wait();
 }
 // Where block `rank` of the cluster has what this block has at `address` of its shared memory.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
@@ -63,9 +80,12 @@ __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) 
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
 }
-__device__ __forceinline__ void st_cluster_f32x4(uint32_t there, float4 v) {
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
+// The barrier, of the same block, gets the bytes when they are there.
+__device__ __forceinline__ void st_async_f32x4(uint32_t there, float4 v, uint32_t barrier_there) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(there),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(barrier_there)
+      : "memory");
 }
 
 // ---- matrices -------------------------------------------------------------------------------------------------------

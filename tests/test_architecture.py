@@ -28,7 +28,8 @@ C_CHAIN = (
     "small_w8_load.cuh", "small_w8.cuh", "small_w8_launch.cuh",
     "w8_operand.cuh", "small_wgmma_w8_load.cuh", "small_wgmma_w8.cuh", "small_wgmma_w8_launch.cuh",
     "gemm_w8_load.cuh", "gemm_w8_finish.cuh", "gemm_w8.cuh", "gemm_w8_launch.cuh",
-    "gemm_wgmma_load.cuh", "gemm_wgmma_finish.cuh", "gemm_wgmma.cuh", "gemm_wgmma_four_bit.cuh",
+    "gemm_wgmma_load.cuh", "gemm_wgmma_finish.cuh", "gemm_wgmma.cuh", "gemm_wgmma_scales.cuh",
+    "gemm_wgmma_four_bit.cuh",
     "gemm_wgmma_launch.cuh", "gemm_mma_load.cuh", "gemm_mma_finish.cuh", "gemm_mma.cuh", "gemm_mma_launch.cuh",
     "device.cuh", "entry.cu",
 )  # fmt: skip

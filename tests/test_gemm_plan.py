@@ -79,20 +79,18 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -
 def check_shares(shares: list[str], steps: int, places: int) -> None:
     """Each step is stored by one slice, which finds the sums of all others at places of their own."""
     owners: dict[int, int] = {}
-    taken: dict[int, list[tuple[int, int]]] = {}
+    taken: dict[int, list[int]] = {}
     for slice_, text in enumerate(shares):
-        own, *sent = text.split(",")
-        first, stop = numbers(own)
-        for step in range(first, stop):
-            assert owners.setdefault(step, slice_) == slice_
-        assert {step for step, *_ in map(numbers, sent)} == set(range(steps)) - set(range(first, stop))
-        for step, owner, place in map(numbers, sent):
-            assert 0 <= place < places
-            taken.setdefault(owner, []).append((place, step))
-    assert sorted(owners) == list(range(steps))
-    for owner, found in taken.items():
-        assert len({place for place, _ in found}) == len(found), "two sums at one place"
-        assert all(owners[step] == owner for _, step in found)
+        said = [numbers(step) for step in text.split(",")]
+        assert [step for step, *_ in said] == list(range(steps))
+        for step, owner, *place in said:
+            assert owners.setdefault(step, owner) == owner and 0 <= owner < len(shares)
+            assert len(place) == (owner != slice_) and all(0 <= p < places for p in place)
+            taken.setdefault(owner, []).extend(place)
+    for found in taken.values():
+        assert len(set(found)) == len(found), "two sums at one place"
+    stored = [list(owners.values()).count(slice_) for slice_ in range(len(shares))]
+    assert max(stored) - min(stored) <= 1, "all store about as much"
 
 
 @QUICK
@@ -114,6 +112,17 @@ def test_every_tile_and_every_place_once(program, shape, m, n, tiles, slices, sm
         assert answer == "none"
     else:
         check_walk(answer, m, n, tiles * 64, sms, slices)
+
+
+NUMBERS = st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 1, 2**31 - 1]))
+
+
+@QUICK
+@given(n=NUMBERS, divisor=st.one_of(st.integers(1, 5), st.integers(1, 2**31 - 1)), near=st.integers(-1, 1))
+def test_division_without_dividing(program, n, divisor, near):
+    near_multiple = min(max(n // divisor * divisor + near, 0), 2**31 - 1)
+    answers = ask(program, [f"divide {value} {divisor}" for value in (n, near_multiple)])
+    assert answers == [f"{value // divisor} {value // divisor}" for value in (n, near_multiple)]
 
 
 @pytest.mark.parametrize("shape", range(len(SHAPES)))

@@ -35,7 +35,7 @@ def test_a_k_tile_is_four_steps_of_wgmma_and_look_ups(build):
         assert "LDL" not in count and "STL" not in count, name
         assert count["HGMMA"] == 4, name
         # Those of the loop and of the first steps in front of it; each one PRMT and one load.
-        look_ups = 4 * (4 + 3)
+        look_ups = 4 * (4 + 2)
         assert look_ups <= count["PRMT"] <= look_ups + 32, (name, count["PRMT"])
         assert look_ups <= sum(o.startswith("LDS.64") for o in found) <= look_ups + 8, name
         # x and codes come by the copy engine, each at once, x to several blocks; registers change hands; the kernel

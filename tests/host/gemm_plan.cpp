@@ -3,8 +3,10 @@
 //   shape m n k slices sms shared_bytes
 // one answer a line: "none", or the plan (tokens block_rows k_tiles token_tiles row_pairs blocks clusters pairs steps
 // shared, and the sums of a step that fit where x has been); behind ';' for each block behind ',' each of its pieces:
-// sliced begin end token_tile row_block; and at the end, behind ';' for each slice: its steps, behind ',' for each step
-// of others the step, its owner and the place there.
+// sliced begin end token_tile row_block; and at the end, behind ';' for each slice, behind ',' for each step: the step,
+// its owner and, if that is another slice, the place there.
+//   divide n d
+// n / d as csrc/deal.h has it: by a Divider, and for d up to 4 by small_quotient.
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -15,6 +17,12 @@ int main() {
   std::string line;
   while (std::getline(std::cin, line)) {
     std::istringstream words(line);
+    if (line.rfind("divide ", 0) == 0) {
+      int n = 0, d = 1;
+      words.ignore(7) >> n >> d;
+      std::cout << nf4l::Divider(d).quotient(n) << ' ' << (d <= 4 ? nf4l::small_quotient(n, d) : n / d) << '\n';
+      continue;
+    }
     int shape = 0, slices = 0, sms = 0, shared = 0;
     int64_t m = 0, n = 0, k = 0;
     words >> shape >> m >> n >> k >> slices >> sms >> shared;
@@ -34,18 +42,18 @@ int main() {
               << plan.shared_bytes << ' ' << s.stages * s.x_bytes() / s.step_bytes();
     for (int block = 0; block < g.clusters * g.blocks; ++block) {
       std::cout << ';';
-      nf4l::GemmWork work(g, block);
+      nf4l::GemmWork work(g, block / g.blocks, block % g.blocks);
       for (bool first = true; work.next(); first = false) {
-        std::cout << (first ? "" : ",") << work.sliced << ' ' << work.begin << ' ' << work.end << ' '
-                  << work.token_tile << ' ' << work.row_block;
+        std::cout << (first ? "" : ",") << work.sliced << ' ' << work.begin << ' ' << work.end << ' ' << work.token_tile
+                  << ' ' << work.row_block;
       }
     }
-    const nf4l::GemmShares shares = {s.store_steps(), g.blocks};
+    const nf4l::GemmShares shares = {g.blocks};
     for (int slice = 0; slice < g.blocks; ++slice) {
-      std::cout << ';' << shares.first(slice) << ' ' << shares.first(slice + 1);
-      for (int step = 0; step < shares.steps; ++step) {
-        const int owner = shares.owner(step);
-        if (owner != slice) std::cout << ',' << step << ' ' << owner << ' ' << shares.place(step, slice);
+      std::cout << ';';
+      for (int step = 0; step < s.store_steps(); ++step) {
+        std::cout << (step > 0 ? "," : "") << step << ' ' << shares.owner(step);
+        if (shares.owner(step) != slice) std::cout << ' ' << shares.place(step, slice);
       }
     }
     std::cout << '\n';
