@@ -15,7 +15,7 @@ from tiny_models import auto_class, bnb_config, tiny_config
 
 pytest_plugins = ["demo_model"]
 # Modules of shared tests, which say as much about a failure as test modules do.
-pytest.register_assert_rewrite("order_of_work", "fused", "operands")
+pytest.register_assert_rewrite("order_of_work", "prefill", "fused", "operands")
 
 # Processes that tests start import the package that this one imports. Without this, `python -c` in a checkout would
 # find the sources there before an installed package. (PYTHONSAFEPATH is Python 3.11's; tests that load native code in

@@ -1,0 +1,182 @@
+"""Tests of the prefill engines: a file imports those that it wants, or all.
+
+They run over the file's own fixtures: `library`; `engine`, a PrefillEngine; `shape`, the index of one of its compiled
+shapes; and `weight`, which gives (spec, canonical, packed).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from fused import DEPENDENT, DTYPES, PLAIN, PREFILL_SPECS, ROUNDING, launch, random_weight, relative_error
+
+from nf4linear import native, ops, reference, reorder
+from nf4linear.formats import FourBitSpec
+from operands import fresh_weight, geometry, operands, spec_id
+
+
+@dataclass(frozen=True)
+class PrefillEngine:
+    """Compiled shapes of an engine, as the tuning flags reach them."""
+
+    widths: tuple[int, ...]  # tokens of each shape
+    first_shape: int  # number of the first one
+    cuts: Callable[[int, FourBitSpec, int], Sequence[int]]  # of a shape, a weight and tokens: all ways to cut the call
+    few: int  # the least tokens of interest
+    many: int
+    beyond: tuple[int, ...]  # shapes to try with outputs beyond 2**31
+
+    def tuned(self, shape: int, cut: int = 0) -> int:
+        """Flags that take a compiled shape in place of the launch table's choice."""
+        return native.tuned(self.first_shape + shape, cut)
+
+
+@pytest.fixture(scope="module", params=PREFILL_SPECS, ids=spec_id)
+def weight(request):
+    spec = request.param
+    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
+    return spec, canonical, reorder.pack(spec, canonical)
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_identity_activations_give_the_dequantized_weight(weight, library, dtype, engine, shape):
+    spec, canonical, packed = weight
+    want = reference.dequantize(spec, canonical, dtype)
+    x = torch.eye(spec.k, device="cuda", dtype=dtype)
+    for cut in engine.cuts(shape, spec, spec.k):
+        assert torch.equal(launch(library, spec, packed, x, engine.tuned(shape, cut)).T, want)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, engine, shape):
+    spec, canonical, packed = weight
+    exact_weight = reference.dequantize(spec, canonical, dtype)
+    width = engine.widths[shape]
+    for tokens in (1, engine.few, width - 1, width, width + 1, engine.many):
+        x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
+        bias = torch.randn(spec.n, device="cuda").to(dtype)
+        exact = x.double() @ exact_weight.double().T + bias.double()
+        gemm = torch.nn.functional.linear(x, exact_weight, bias)
+        most = 1.02 * relative_error(gemm, exact) + 1e-5
+        for cut in engine.cuts(shape, spec, tokens):
+            flags = engine.tuned(shape, cut)
+            got = launch(library, spec, packed, x, flags, bias)
+            assert relative_error(got, exact) <= most, (tokens, cut)
+            for launched in (PLAIN, DEPENDENT):
+                assert torch.equal(got, launch(library, spec, packed, x, flags | launched, bias)), (tokens, cut)
+
+
+def test_large_shapes(library, engine, shape):
+    """Full waves and cut ones, blocks that share output tiles in all ways, rings that go round."""
+    for n, k in ((14336 + 24, 4096 + 64), (2064, 14336), (4096, 4096)):
+        spec = FourBitSpec("nf4", n, k)
+        packed = random_weight(spec)
+        dense = ops.dequantize(*operands(spec, packed), *geometry(spec), torch.bfloat16)
+        x = torch.randn(1100, spec.k, device="cuda", dtype=torch.bfloat16)
+        exact = x.float() @ dense.float().T
+        for tokens in (engine.few, 128, 200, 256, 511, 1100):
+            for cut in engine.cuts(shape, spec, tokens):
+                got = launch(library, spec, packed, x[:tokens], engine.tuned(shape, cut))
+                assert relative_error(got, exact[:tokens].double()) < 2e-3, (n, k, tokens, cut)
+
+
+def test_many_tokens_and_outputs_beyond_two_to_the_31(library, engine):
+    for tokens, n, k in ((100_003, 1024, 512), (16_500, 131_088, 128)):
+        spec = FourBitSpec("nf4", n, k)
+        packed = random_weight(spec)
+        dense = ops.dequantize(*operands(spec, packed), *geometry(spec), torch.float16)
+        x = torch.randn(tokens, k, device="cuda", dtype=torch.float16)
+        want = x @ dense.T
+        for shape in engine.beyond:
+            got = launch(library, spec, packed, x, engine.tuned(shape))
+            for rows in (slice(0, 300), slice(tokens // 2, tokens // 2 + 300), slice(tokens - 300, tokens)):
+                assert relative_error(got[rows], want[rows].double()) < 1e-3, (tokens, shape)
+            assert torch.allclose(got, want, rtol=0.05, atol=0.5), (tokens, shape)
+
+
+def test_more_weights_than_two_to_the_33(library, engine):
+    spec = FourBitSpec("nf4", 131088, 65536)
+    packed = random_weight(spec)
+    x = torch.randn(100, spec.k, device="cuda").half() / 64
+    dense = ops.dequantize(*operands(spec, packed), *geometry(spec), torch.float16)
+    exact = x.double() @ dense[-16:].double().T
+    del dense
+    for shape in range(len(engine.widths)):
+        got = launch(library, spec, packed, x, engine.tuned(shape, engine.cuts(shape, spec, 100)[0]))
+        assert relative_error(got[:, -16:], exact) < ROUNDING[torch.float16]
+
+
+@pytest.mark.parametrize("blocksize", [64, 256])
+def test_shards_find_their_second_level_scales(library, engine, blocksize):
+    """Rows and inputs cut out of a weight: the shard knows where it lies, its tables are those of the whole."""
+    spec = FourBitSpec("nf4", 640, 2048, blocksize=blocksize)
+    canonical = fresh_weight(spec, device="cuda")
+    packed = reorder.pack(spec, canonical)
+    whole = reference.dequantize(spec, canonical, torch.float16)
+    for (n0, n1), (k0, k1) in (((160, 640), (0, 2048)), ((0, 640), (1024, 2048)), ((32, 608), (512, 1792))):
+        part = FourBitSpec("nf4", n1 - n0, k1 - k0, blocksize=blocksize)
+        tensors = (
+            packed["qweight"][n0 // 16 : n1 // 16, k0 // 64 : k1 // 64].contiguous(),
+            packed["absmax_q"][n0 // 16 : n1 // 16, k0 // 256 : k1 // 256].contiguous(),
+            *(packed[name] for name in ("nested_code", "nested_absmax", "nested_offset")),
+        )
+        shard = native.describe_weight(part, *tensors)
+        shard.n0, shard.kb0, shard.kb_full = n0, k0 // 64, spec.k // 64
+        for shape in range(len(engine.widths)):
+            x = torch.eye(part.k, device="cuda", dtype=torch.float16)
+            y = torch.full((part.k, part.n), torch.nan, device="cuda", dtype=torch.float16)
+            assert library.linear(shard, x, None, y, engine.tuned(shape))
+            assert torch.equal(y.T, whole[n0:n1, k0:k1])
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_output_is_written(weight, library, engine, shape):
+    spec, _, packed = weight
+    for tokens in (engine.widths[shape] - 3, 2 * engine.widths[shape] + 5):
+        x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+        want = launch(library, spec, packed, x, engine.tuned(shape))
+        assert want.isfinite().all()
+        for shift in (0, 1, 8):
+            buffer = torch.full((tokens * spec.n + 128,), 12345.0, device="cuda", dtype=torch.bfloat16)
+            sentinel = buffer[0].item()
+            y = buffer[64 + shift : 64 + shift + tokens * spec.n].view(tokens, spec.n)
+            y.fill_(torch.nan)
+            described = native.describe_weight(spec, *operands(spec, packed))
+            assert library.linear(described, x, None, y, engine.tuned(shape))
+            assert torch.equal(y, want)
+            outside = torch.cat((buffer[: 64 + shift], buffer[64 + shift + y.numel() :]))
+            assert (outside == sentinel).all()
+
+
+def test_what_shared_memory_held_does_not_matter(library, engine, shape):
+    """A launch full of NaN, then ragged ones: nothing of the first may be multiplied by zero."""
+    bad = FourBitSpec("nf4", 132 * 256, 1024, double_quant=False)
+    poison = random_weight(bad)
+    poison["absmax"].fill_(torch.nan)
+    nans = torch.full((engine.widths[shape], bad.k), torch.nan, device="cuda", dtype=torch.float16)
+    for double_quant in (False, True):
+        spec = FourBitSpec("nf4", 1000, 832, double_quant=double_quant)
+        packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
+        x = torch.randn(engine.widths[shape] - 1, spec.k, device="cuda", dtype=torch.float16)
+        want = launch(library, spec, packed, x, engine.tuned(shape))
+        launch(library, bad, poison, nans, engine.tuned(shape))
+        got = launch(library, spec, packed, x, engine.tuned(shape))
+        assert got.isfinite().all() and torch.equal(got, want)
+
+
+def test_rows_of_activations_apart(weight, library, engine, shape):
+    spec, _, packed = weight
+    tokens = engine.widths[shape] + 9
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+    wide = torch.full((tokens, spec.k + 64), torch.nan, device="cuda", dtype=torch.float16)
+    wide[:, : spec.k] = x
+    apart = launch(library, spec, packed, wide[:, : spec.k], engine.tuned(shape))
+    assert torch.equal(apart, launch(library, spec, packed, x, engine.tuned(shape)))
