@@ -189,7 +189,15 @@ class CpuLibrary(_Library):
         self._dequantize = self._bind("dequantize", c_int, POINTER(Weight), c_int32, c_void_p, c_int32)
         # launch(weight, args, threads) -> status, for callers that have prepared everything; see CudaLibrary.
         self.launch = self._bind("linear", c_int, c_void_p, c_void_p, c_int32)
-        self.description = f"CPU library, {self._bind('level', c_char_p)().decode()}"
+        level = self._bind("level", c_char_p)().decode()
+        self.description = f"CPU library, {level}"
+        wanted = os.environ.get("NF4LINEAR_CPU_LEVEL", level)
+        if wanted != level:
+            warnings.warn(
+                f"NF4LINEAR_CPU_LEVEL is {wanted!r}, which {path.name} does not know or this processor cannot run: it "
+                f"runs {level!r}. Levels are listed in the README; unset the variable to have the best one.",
+                stacklevel=2,
+            )
 
     def dequantize(self, weight: Weight, out: Tensor) -> bool:
         """Writes the weight [n, k] into contiguous `out`."""

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import warnings
 from pathlib import Path
 
 import pytest
@@ -55,7 +56,9 @@ def library(request, library_file, tmp_path_factory) -> native.CpuLibrary:
     previous = os.environ.get("NF4LINEAR_CPU_LEVEL")
     os.environ["NF4LINEAR_CPU_LEVEL"] = request.param
     try:
-        opened = native.CpuLibrary(copy)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a level that this machine does not have
+            opened = native.CpuLibrary(copy)
     finally:
         os.environ.pop("NF4LINEAR_CPU_LEVEL")
         if previous is not None:
@@ -63,6 +66,16 @@ def library(request, library_file, tmp_path_factory) -> native.CpuLibrary:
     if not opened.description.endswith(f" {request.param}"):
         pytest.skip(f"this machine has no {request.param}")
     return opened
+
+
+def test_a_level_that_is_not_to_be_had_is_said(library_file, monkeypatch):
+    monkeypatch.delenv("NF4LINEAR_CPU_LEVEL", raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        native.CpuLibrary(library_file)
+    monkeypatch.setenv("NF4LINEAR_CPU_LEVEL", "avx1024")
+    with pytest.warns(UserWarning, match=r"NF4LINEAR_CPU_LEVEL is 'avx1024', .* runs '\w+'"):
+        native.CpuLibrary(library_file)
 
 
 class Weight:
