@@ -184,35 +184,38 @@ struct SmallWgmma {
   static constexpr bool ROW_SCALES = false, TRANSPOSES = false;
 };
 
-// Feeds the rings, and fills what the whole block reads and nobody before it wrote.
+// One warp feeds the ring; the others fetch second-level scales meanwhile, and one thread of them is the courier.
 template <int SHAPE>
 __device__ __forceinline__ void produce(const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps, const Stretch& stretch,
                                         char* smem, int warp, int lane) {
   constexpr SmallWgmmaShape S = SMALL_WGMMA_SHAPES[SHAPE];
-  const bool nested = args.nested_code != nullptr, feeds = warp == 0 && lane == 0;
+  const bool nested = args.nested_code != nullptr;
   const SmallWgmmaShared map(S, nested, 0);
   const Ring<SHAPE> ring(smem_address(smem), map, nested);
   const Producer<SHAPE> producer = {args, maps, stretch, ring};
   const Mailbox mailbox = {smem_address(smem + map.barriers) + S.stages * 16};
-  if (feeds) {
+  if (warp == 0) {
     producer.init();
     producer.fill();
-    mailbox.init(S.row_groups * 4);
+    __syncthreads();
+    producer.run();
+    return;
   }
+  const bool carries = warp == 1 && lane == 0;
   if (nested) {
-    const int thread = warp * WARP + lane;
-    for (int i = thread; i < 256; i += WARPGROUP) {
+    constexpr int THREADS = WARPGROUP - WARP;
+    const int thread = (warp - 1) * WARP + lane;
+    const NestedGroups second = stretch.nested_groups<SHAPE>(args);
+    second.load_async(args, smem_address(smem + map.nested_absmax), thread, THREADS);
+    for (int i = thread; i < 256; i += THREADS) {
       cp_async_4(smem_address(smem + map.nested_code) + 4 * i, args.nested_code + i, true);
     }
-    const NestedGroups second = stretch.nested_groups<SHAPE>(args);
-    second.load_async(args, smem_address(smem + map.nested_absmax), thread, WARPGROUP);
   }
+  if (carries) mailbox.init(S.row_groups * 4);
   grid_wait();
-  if (feeds) producer.fill_x();
   if (nested) cp_async_wait_all();
   __syncthreads();
-  if (feeds) producer.run();
-  if (warp == 1 && lane == 0) mailbox.serve(args, stretch);
+  if (carries) mailbox.serve(args, stretch);
 }
 
 // Multiplies and finishes, row block by row block.

@@ -72,8 +72,8 @@ struct Mailbox {
     unsigned* const arrived = args.arrived + sharers.owner;
     while (ld_acquire_gpu(arrived) < sharers.count()) {
     }
+    mbarrier_arrive(complete(which));  // first: the counter's answer takes as long as reading a sum
     if (atomicAdd(arrived, 1) + 1 == 2 * sharers.count()) *arrived = 0;
-    mbarrier_arrive(complete(which));
   }
 };
 

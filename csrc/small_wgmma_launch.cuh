@@ -19,12 +19,12 @@ namespace nf4l {
 
 template <class T, int SHAPE>
 int launch_small_wgmma(const SmallWgmmaPlan& plan, const SmallWgmmaArgs& args, const SmallWgmmaMaps& maps,
-                       bool dependent_launch, const LaunchTarget& target) {
+                       const LaunchTarget& target) {
   const LaunchGrid grid = {plan.blocks, SMALL_WGMMA_SHAPES[SHAPE].threads(), plan.shared_bytes};
-  return launch_kernel<small_wgmma_kernel<T, SHAPE>>(target, grid, dependent_launch, args, maps);
+  return launch_kernel<small_wgmma_kernel<T, SHAPE>>(target, grid, args.dependent, args, maps);
 }
 
-using SmallWgmmaLauncher = int (*)(const SmallWgmmaPlan&, const SmallWgmmaArgs&, const SmallWgmmaMaps&, bool,
+using SmallWgmmaLauncher = int (*)(const SmallWgmmaPlan&, const SmallWgmmaArgs&, const SmallWgmmaMaps&,
                                    const LaunchTarget&);
 
 // The launcher of each compiled shape, in the order of SMALL_WGMMA_SHAPES.
@@ -55,8 +55,9 @@ int run_small_wgmma(const SmallWgmmaPlan& plan, const nf4l_weight& w, const nf4l
   a.bias = l.bias;
   a.y = l.y;
   a.m = int(l.m);
-  a.bursts = plan.bursts;
+  a.bursts = {plan.bursts, Divider(plan.bursts)};
   a.deal = plan.deal;
+  a.dependent = l.flags & NF4L_DEPENDENT_LAUNCH;
   Workspace workspace;
   if (const int status = claim_workspace(workspace, l, plan.workspace_bytes, target)) return status;
   a.slots = static_cast<float4*>(workspace.sums);
@@ -65,7 +66,7 @@ int run_small_wgmma(const SmallWgmmaPlan& plan, const nf4l_weight& w, const nf4l
   constexpr bool HALF = std::is_same_v<T, __half>;
   if (const int status = encode_maps(maps, SMALL_WGMMA_SHAPES[plan.shape], w, l, HALF)) return status;
   const auto launch = small_wgmma_launcher<T>(plan.shape, std::make_index_sequence<SMALL_WGMMA_SHAPE_COUNT>());
-  return launch(plan, a, maps, l.flags & NF4L_DEPENDENT_LAUNCH, target);
+  return launch(plan, a, maps, target);
 }
 
 }  // namespace nf4l

@@ -14,14 +14,24 @@
 
 namespace nf4l {
 
+// A number of bursts, and the division of units by it.
+struct Bursts {
+  int count;
+  Divider divider;
+
+  __host__ __device__ constexpr operator int() const { return count; }
+  friend __device__ __forceinline__ int operator/(int unit, const Bursts& b) { return b.divider.quotient(unit); }
+};
+
 struct SmallWgmmaArgs : FourBitWeight {
   const void* bias;             // [n] or NULL
   void* y;                      // [m, n]
   float4* slots;                // [blocks][head, tail][lane_results / 4][row_groups * 128]
   unsigned* arrived;            // [blocks], zero before and after
   int m;
-  int bursts;                   // of one row block
+  Bursts bursts;                // of one row block
   Deal deal;
+  bool dependent;               // launched before the previous kernel ended
 };
 
 // What a block works on: units begin .. end - 1.
@@ -88,7 +98,7 @@ struct SmallWgmmaMaps {
   CUtensorMap x, codes, scales;
 };
 
-// The thread that feeds the ring. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three
+// The warp that feeds the ring. Each copy costs the copy engine about 45 ns whatever its size, so a unit is three
 // boxes: those of all row tiles together. Outside of the tensors they read zeros.
 template <int SHAPE>
 struct Producer {
@@ -100,24 +110,28 @@ struct Producer {
   const uint64_t policy = createpolicy_evict_first();
 
   __device__ __forceinline__ void init() const {
-    prefetch_tensormap(&maps.codes);
-    prefetch_tensormap(&maps.scales);
-    prefetch_tensormap(&maps.x);
-    for (int s = 0; s < S.stages; ++s) {
-      mbarrier_init(ring.full(s), 1);
-      mbarrier_init(ring.empty(s), S.row_groups * 4);  // one arrival a warp
+    if (elect_one()) {
+      prefetch_tensormap(&maps.codes);
+      prefetch_tensormap(&maps.scales);
+      prefetch_tensormap(&maps.x);
+      for (int s = 0; s < S.stages; ++s) {
+        mbarrier_init(ring.full(s), 1);
+        mbarrier_init(ring.empty(s), S.row_groups * 4);  // one arrival a warp
+      }
+      fence_mbarrier_init();
     }
-    fence_mbarrier_init();
+    __syncwarp();
   }
 
-  // The weights of as many units as there are stages; nothing that the kernel before may have written.
+  // As many units as there are stages. Behind a kernel that may still write the activations, weights come first;
+  // otherwise the first unit is complete before the second is asked for.
   __device__ __forceinline__ void fill() const {
-    each(0, S.stages, [&](Unit unit, int stage) { load_weight(unit, stage); });
-  }
-
-  // Activations for them.
-  __device__ __forceinline__ void fill_x() const {
-    each(0, S.stages, [&](Unit unit, int stage) { load_x(unit, stage); });
+    each(0, S.stages, [&](Unit unit, int stage) {
+      load_weight(unit, stage);
+      if (!args.dependent) load_x(unit, stage);
+    });
+    grid_wait();
+    if (args.dependent) each(0, S.stages, [&](Unit unit, int stage) { load_x(unit, stage); });
   }
 
   // The rest of the stretch.
@@ -138,6 +152,7 @@ struct Producer {
     if (first >= count) return;
     Unit unit(args, stretch.begin + first);
     int stage = 0;
+#pragma unroll 1  // short code starts sooner
     for (int i = first; i < count; ++i) {
       f(unit, stage);
       unit.step(args);
@@ -146,19 +161,20 @@ struct Producer {
   }
 
   __device__ __forceinline__ void load_x(Unit unit, int stage) const {
-    cp_async_bulk_tensor_3d(ring.x(stage), &maps.x, 0, 0, unit.burst * S.burst, ring.full(stage));
+    if (elect_one()) cp_async_bulk_tensor_3d(ring.x(stage), &maps.x, 0, 0, unit.burst * S.burst, ring.full(stage));
   }
 
   __device__ __forceinline__ void load_weight(Unit unit, int stage) const {
     const int row_tile = unit.row_block * S.row_tiles(), tile = unit.burst * S.burst;
     const bool nested = args.nested_code != nullptr;
     const int scale_bytes = SmallWgmmaShared::scale_bytes(S.burst, nested);
-    mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
-    cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, tile * (TILE_BYTES / 8), row_tile, ring.full(stage),
-                            policy);
     // Both kinds of scales take 64 bytes for 16 rows; codes cover four tiles, float32 scales one.
-    cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, (nested ? tile / BURST : tile) * 8, row_tile,
-                            ring.full(stage), policy);
+    const int code_column = tile * (TILE_BYTES / 8), scale_column = (nested ? tile / BURST : tile) * 8;
+    if (elect_one()) {
+      mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
+      cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, code_column, row_tile, ring.full(stage), policy);
+      cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, scale_column, row_tile, ring.full(stage), policy);
+    }
   }
 };
 

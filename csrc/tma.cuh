@@ -119,6 +119,14 @@ __device__ __forceinline__ void cp_async_bulk_tensor_2d(uint32_t to, const CUten
       : "memory");
 }
 
+// True in one lane of a whole warp, always the same. Copies behind this question are issued once, with addresses that
+// the warp agrees on; behind any other the compiler loops over the lanes.
+__device__ __forceinline__ bool elect_one() {
+  uint32_t elected;
+  asm volatile("{.reg .pred p; elect.sync _|p, 0xffffffff;\nselp.u32 %0, 1, 0, p;}" : "=r"(elected));
+  return elected != 0;
+}
+
 // Fetches a map ahead of its first use.
 __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");

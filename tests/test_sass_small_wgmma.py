@@ -40,7 +40,9 @@ def test_a_tile_is_four_wgmma_and_sixteen_look_ups(build):
         assert look_ups <= found.count("LDS") <= look_ups + 64, (name, found.count("LDS"))
         # x, codes and scales come by the copy engine; registers change hands; the kernel before is waited for.
         assert count["UTMALDG"] >= 6 and "UBLKCP" not in count and count["USETMAXREG"] == 2, (name, count)
-        assert count["ACQBULK"] == 2 and count["PREEXIT"] == 1, name
+        assert count["ACQBULK"] == 3 and count["PREEXIT"] == 1, name
+        # One thread's copies, known as such: no loop over the lanes around each.
+        assert "ELECT" in count and "BRA.U.ANY" not in found, name
 
 
 def test_other_architectures_get_nothing(tmp_path):
