@@ -36,11 +36,7 @@
 
 namespace nf4l {
 
-// Registers of a thread: the block starts with an equal share for all, and the producer gives most of its own away.
-constexpr int GEMM_PRODUCER_REGISTERS = 56;
-NF4L_HD constexpr int gemm_consumer_registers(GemmShape shape) {
-  return (RegisterShare::all(shape.consumers) - GEMM_PRODUCER_REGISTERS) / shape.consumers / 8 * 8;
-}
+NF4L_HD constexpr RegisterShare gemm_registers(GemmShape shape) { return RegisterShare(shape.consumers, 56); }
 
 // One warp of a consumer. ptxas moves an FMUL up to the look-up that feeds it, and waits there, if it can, before the
 // wgmma that should go first; it waits for look-ups at branches too. So they are asked for where a wgmma comes next,
@@ -151,6 +147,7 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
                                              const GemmRing<Format, SHAPE>& ring, GemmWork work, int warp, int lane) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   const int warpgroup = warp / 4;
+  static_assert(S.consumers >= 2, "enough threads for the table");
   Format::fill_table(ring.smem, args, warp * WARP + lane);
   cluster_wait();
   bar_sync(1, S.consumers * WARPGROUP);
@@ -188,10 +185,10 @@ __global__ void __launch_bounds__(GEMM_SHAPES[SHAPE].threads(), 1)
   cluster_arrive();
   const GemmWork work(args.grid, cluster_index(), cluster_rank());
   if (producer_warp >= 0) {
-    setmaxnreg_dec<GEMM_PRODUCER_REGISTERS>();
+    setmaxnreg_dec<gemm_registers(S).producer>();
     gemm_produce<Format, SHAPE>(args, x, ring, work, producer_warp, lane);
   } else {
-    setmaxnreg_inc<gemm_consumer_registers(S)>();
+    setmaxnreg_inc<gemm_registers(S).consumer>();
     gemm_consume<Format, T, SHAPE>(args, ring, work, warp, lane);
   }
 #endif

@@ -7,9 +7,10 @@
 // A format gives the engine
 //     Weight        its part of the kernel's arguments
 //     BYTES         what it needs of shared memory
+//     fill_table()  of the consumers, behind which comes a barrier
 //     weight_warps() of the producer that bring codes and scales of every stage, by produce()
-//     Decoder<T>    a consumer thread's way from codes to fragments of T: load() a k tile, then for each k16 step
-//                   look_up(), which only starts, and finish()
+//     Decoder<T>    a consumer thread's way from codes to fragments of T, for each k16 step: look_up() of a word of
+//                   codes, which only starts, and finish() with the scales of its two rows
 #pragma once
 
 #include <cuda_runtime.h>
@@ -22,8 +23,8 @@
 #include "four_bit.h"
 #include "gemm_wgmma_load.cuh"
 #include "gemm_wgmma_scales.cuh"
-#include "scale.cuh"
 #include "tma.cuh"
+#include "wgmma_sm90.cuh"
 
 namespace nf4l {
 

@@ -5,11 +5,8 @@
 #include <cuda_runtime.h>
 #include <stdint.h>
 
-#include "convert.cuh"
-#include "copy.cuh"
 #include "gemm_wgmma_plan.h"
 #include "tma.cuh"
-#include "wgmma_sm90.cuh"
 
 namespace nf4l {
 
@@ -41,7 +38,7 @@ struct GemmRing {
     return smem + MAP.barriers + stage * GemmShared::BARRIERS;
   }
   __device__ __forceinline__ uint32_t empty(int stage) const { return full(stage) + 8; }
-
+  // The other blocks' sums of a step of the tile that they share with this one.
   __device__ __forceinline__ uint32_t arrived(int step) const { return empty(S.stages - 1) + 8 + step * 8; }
 
   // One thread, before anybody else uses the ring. A stage is empty when the consumers of all `blocks` of the cluster

@@ -19,7 +19,7 @@ struct GemmShape {
   int stages;     // of the ring
   int tile_ns;    // what a k tile takes, measured (docs/kernel-log.md); for the choice between shapes
 
-  static constexpr int STORE_TOKENS = 32;  // rows of y that a warp stores at once
+  static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
   NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
@@ -111,8 +111,8 @@ struct GemmWork {
   }
 };
 
-// How the blocks of a cluster add up their slices. Of a tile's steps of STORE_TOKENS each stores every so manieth, and
-// gets the others' sums of these into its shared memory, where x has been.
+// How the blocks of a cluster add up their slices. They take turns with a tile's steps of STORE_TOKENS, and get
+// the others' sums of their own into shared memory, where x has been.
 struct GemmShares {
   int slices;
 
@@ -144,7 +144,7 @@ constexpr int clusters_at_once(int sms, int blocks) { return (blocks > 2 ? sms *
 inline int64_t estimated_ns(const GemmPlan& plan) {
   const GemmShape shape = GEMM_SHAPES[plan.shape];
   const GemmGrid& grid = plan.grid;
-  const int64_t whole = grid.k_tiles * shape.tile_ns + GEMM_STORE_NS;
+  const int64_t whole = int64_t(grid.k_tiles) * shape.tile_ns + GEMM_STORE_NS;
   const int64_t sent = int64_t(shape.store_steps()) * shape.step_bytes() * (grid.blocks - 1) / grid.blocks;
   const int64_t slice = ceil_div(grid.k_tiles, grid.blocks) * shape.tile_ns + GEMM_STORE_NS +
                         (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS;

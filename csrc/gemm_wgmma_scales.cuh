@@ -1,4 +1,4 @@
-// Scales of 4-bit weights for the prefill engines of Hopper, made by threads that do nothing else.
+// Scales of 4-bit weights for the prefill engine of Hopper, made by warps of its producer.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -12,7 +12,8 @@
 namespace nf4l {
 
 // Scales of rows g and g + 8 of one row tile, for the thread that makes them: four k tiles at a time, asked for one
-// burst ahead. Rows that do not exist are given those of rows that do: their products are never stored.
+// burst ahead. Rows that do not exist are given scales of rows that do, or whatever fills the last row tile: their
+// products are never stored.
 //
 // One thread's instructions take 4 to 6 cycles each here, and the first of all wgmma waits for the first scales.
 struct NestedScales {

@@ -25,14 +25,10 @@ namespace nf4l {
 
 // Byte j of the result: byte i of a (0..3) or b (4..7), where nibble j of the selector is i; eight times its top bit
 // where the nibble is 8 + i.
-//
-// ORDERED: in order with the volatile instructions around it, for registers that a wgmma reads after a fence.
-template <bool ORDERED = false>
 __device__ __forceinline__ uint32_t prmt(uint32_t a, uint32_t b, uint32_t selector) {
   uint32_t d = 0;
 #if defined(__CUDA_ARCH__)
-  if constexpr (ORDERED) asm volatile("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
-  else asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
 #else
   for (int j = 0; j < 4; ++j) {
     const uint32_t nibble = selector >> 4 * j & 15, byte = (nibble & 4 ? b : a) >> 8 * (nibble & 3) & 255;
@@ -98,10 +94,9 @@ struct PickedProducts {
   }
 
   // The pair that byte `i` of the word stands for: that of its high nibble in the low half. These are registers 0..3 of
-  // the A fragment of mma m16n8k16 and of wgmma.
-  template <bool ORDERED = false>
+  // the A fragment of mma m16n8k16.
   __device__ __forceinline__ uint32_t pair(int i) const {
-    return prmt<ORDERED>(low[i % 2], high[i % 2], i / 2 ? 0x6273 : 0x4051);
+    return prmt(low[i % 2], high[i % 2], i / 2 ? 0x6273 : 0x4051);
   }
 };
 

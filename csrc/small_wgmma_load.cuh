@@ -19,19 +19,19 @@ struct Bursts {
   int count;
   Divider divider;
 
-  __host__ __device__ constexpr operator int() const { return count; }
-  friend __device__ __forceinline__ int operator/(int unit, const Bursts& b) { return b.divider.quotient(unit); }
+  NF4L_HD constexpr operator int() const { return count; }
+  friend NF4L_HD constexpr int operator/(int unit, const Bursts& b) { return b.divider.quotient(unit); }
 };
 
 struct SmallWgmmaArgs : FourBitWeight {
-  const void* bias;             // [n] or NULL
-  void* y;                      // [m, n]
-  float4* slots;                // [blocks][head, tail][lane_results / 4][row_groups * 128]
-  unsigned* arrived;            // [blocks], zero before and after
+  const void* bias;   // [n] or NULL
+  void* y;            // [m, n]
+  float4* slots;      // [blocks][head, tail][lane_results / 4][row_groups * 128]
+  unsigned* arrived;  // [blocks], zero before and after
   int m;
-  Bursts bursts;                // of one row block
+  Bursts bursts;  // of one row block
   Deal deal;
-  bool dependent;               // launched before the previous kernel ended
+  bool dependent;  // launched before the previous kernel ended
 };
 
 // What a block works on: units begin .. end - 1.

@@ -19,8 +19,9 @@ struct RegisterShare {
 
   int producer, consumer;
 
-  NF4L_HD constexpr explicit RegisterShare(int consumers)
-      : producer(consumers == 2 ? 40 : 32), consumer((all(consumers) - producer) / consumers / 8 * 8) {}
+  NF4L_HD constexpr RegisterShare(int consumers, int of_producer)
+      : producer(of_producer), consumer((all(consumers) - of_producer) / consumers / 8 * 8) {}
+  NF4L_HD constexpr explicit RegisterShare(int consumers) : RegisterShare(consumers, consumers == 2 ? 40 : 32) {}
 
   // What one thread of every warpgroup has together.
   NF4L_HD static constexpr int all(int consumers) {
@@ -61,11 +62,8 @@ __device__ __forceinline__ int cluster_rank() {
   return rank;
 }
 
-// All threads of the cluster's blocks that have not ended, warps together; what they wrote before, all see after it.
-__device__ __forceinline__ void cluster_sync() {
-  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-}
-// The same in two halves, where what they wrote does not matter: nothing is waited for but the threads.
+// All threads of the cluster's blocks that have not ended, warps together, in two halves. Nothing is waited for but the
+// threads: what they wrote before may not be seen after it.
 __device__ __forceinline__ void cluster_arrive() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }

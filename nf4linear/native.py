@@ -191,11 +191,12 @@ class CpuLibrary(_Library):
         self.launch = self._bind("linear", c_int, c_void_p, c_void_p, c_int32)
         level = self._bind("level", c_char_p)().decode()
         self.description = f"CPU library, {level}"
-        wanted = os.environ.get("NF4LINEAR_CPU_LEVEL", level)
+        wanted = os.environ.get("NF4LINEAR_CPU_LEVEL") or level
         if wanted != level:
             warnings.warn(
-                f"NF4LINEAR_CPU_LEVEL is {wanted!r}, which {path.name} does not know or this processor cannot run: it "
-                f"runs {level!r}. Levels are listed in the README; unset the variable to have the best one.",
+                f"NF4LINEAR_CPU_LEVEL is {wanted!r}, but {path.name} runs {level!r}: it does not know the other level, "
+                "this processor cannot run it, or the library was loaded before the variable was set. Levels are "
+                "listed in the README; unset the variable to have the best one.",
                 stacklevel=2,
             )
 

@@ -125,6 +125,14 @@ def test_division_without_dividing(program, n, divisor, near):
     assert answers == [f"{value // divisor} {value // divisor}" for value in (n, near_multiple)]
 
 
+@pytest.mark.parametrize("slices", [1, 2])
+def test_costs_of_the_longest_rows_that_are_taken(program, slices):
+    """In 64 bits: an estimate that turned negative would beat everything."""
+    short, long = (f"estimate {question(len(SHAPES) - 1, 256, 4096, k, slices=slices)}" for k in (2**20, 2**30 - 64))
+    a, b = (int(answer) for answer in ask(program, [short, long]))
+    assert 0.9 < b / a / 2**10 < 1.1
+
+
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_real_models_fit(program, shape):
     shapes = (

@@ -128,11 +128,12 @@ def test_shards_find_their_second_level_scales(library, engine, blocksize):
         )
         shard = native.describe_weight(part, *tensors)
         shard.n0, shard.kb0, shard.kb_full = n0, k0 // 64, spec.k // 64
+        x = torch.eye(part.k, device="cuda", dtype=torch.float16)
         for shape in range(len(engine.widths)):
-            x = torch.eye(part.k, device="cuda", dtype=torch.float16)
-            y = torch.full((part.k, part.n), torch.nan, device="cuda", dtype=torch.float16)
-            assert library.linear(shard, x, None, y, engine.tuned(shape))
-            assert torch.equal(y.T, whole[n0:n1, k0:k1])
+            for cut in engine.cuts(shape, part, part.k):
+                y = torch.full((part.k, part.n), torch.nan, device="cuda", dtype=torch.float16)
+                assert library.linear(shard, x, None, y, engine.tuned(shape, cut))
+                assert torch.equal(y.T, whole[n0:n1, k0:k1]), (shape, cut)
 
 
 # ---- memory ----------------------------------------------------------------------------------------------------------
@@ -140,20 +141,22 @@ def test_shards_find_their_second_level_scales(library, engine, blocksize):
 
 def test_only_the_output_is_written(weight, library, engine, shape):
     spec, _, packed = weight
+    described = native.describe_weight(spec, *operands(spec, packed))
     for tokens in (engine.widths[shape] - 3, 2 * engine.widths[shape] + 5):
         x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-        want = launch(library, spec, packed, x, engine.tuned(shape))
-        assert want.isfinite().all()
-        for shift in (0, 1, 8):
-            buffer = torch.full((tokens * spec.n + 128,), 12345.0, device="cuda", dtype=torch.bfloat16)
-            sentinel = buffer[0].item()
-            y = buffer[64 + shift : 64 + shift + tokens * spec.n].view(tokens, spec.n)
-            y.fill_(torch.nan)
-            described = native.describe_weight(spec, *operands(spec, packed))
-            assert library.linear(described, x, None, y, engine.tuned(shape))
-            assert torch.equal(y, want)
-            outside = torch.cat((buffer[: 64 + shift], buffer[64 + shift + y.numel() :]))
-            assert (outside == sentinel).all()
+        for cut in engine.cuts(shape, spec, tokens):
+            flags = engine.tuned(shape, cut)
+            want = launch(library, spec, packed, x, flags)
+            assert want.isfinite().all()
+            for shift in (0, 1, 8):
+                buffer = torch.full((tokens * spec.n + 128,), 12345.0, device="cuda", dtype=torch.bfloat16)
+                sentinel = buffer[0].item()
+                y = buffer[64 + shift : 64 + shift + tokens * spec.n].view(tokens, spec.n)
+                y.fill_(torch.nan)
+                assert library.linear(described, x, None, y, flags)
+                assert torch.equal(y, want), (tokens, cut, shift)
+                outside = torch.cat((buffer[: 64 + shift], buffer[64 + shift + y.numel() :]))
+                assert (outside == sentinel).all(), (tokens, cut, shift)
 
 
 def test_what_shared_memory_held_does_not_matter(library, engine, shape):
@@ -161,15 +164,17 @@ def test_what_shared_memory_held_does_not_matter(library, engine, shape):
     bad = FourBitSpec("nf4", 132 * 256, 1024, double_quant=False)
     poison = random_weight(bad)
     poison["absmax"].fill_(torch.nan)
-    nans = torch.full((engine.widths[shape], bad.k), torch.nan, device="cuda", dtype=torch.float16)
+    width = engine.widths[shape]
+    nans = torch.full((width, bad.k), torch.nan, device="cuda", dtype=torch.float16)
     for double_quant in (False, True):
         spec = FourBitSpec("nf4", 1000, 832, double_quant=double_quant)
         packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
-        x = torch.randn(engine.widths[shape] - 1, spec.k, device="cuda", dtype=torch.float16)
-        want = launch(library, spec, packed, x, engine.tuned(shape))
-        launch(library, bad, poison, nans, engine.tuned(shape))
-        got = launch(library, spec, packed, x, engine.tuned(shape))
-        assert got.isfinite().all() and torch.equal(got, want)
+        x = torch.randn(width - 1, spec.k, device="cuda", dtype=torch.float16)
+        for cut in engine.cuts(shape, spec, width - 1):
+            want = launch(library, spec, packed, x, engine.tuned(shape, cut))
+            launch(library, bad, poison, nans, engine.tuned(shape))
+            got = launch(library, spec, packed, x, engine.tuned(shape, cut))
+            assert got.isfinite().all() and torch.equal(got, want), cut
 
 
 def test_rows_of_activations_apart(weight, library, engine, shape):
@@ -178,5 +183,6 @@ def test_rows_of_activations_apart(weight, library, engine, shape):
     x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
     wide = torch.full((tokens, spec.k + 64), torch.nan, device="cuda", dtype=torch.float16)
     wide[:, : spec.k] = x
-    apart = launch(library, spec, packed, wide[:, : spec.k], engine.tuned(shape))
-    assert torch.equal(apart, launch(library, spec, packed, x, engine.tuned(shape)))
+    for cut in engine.cuts(shape, spec, tokens):
+        apart = launch(library, spec, packed, wide[:, : spec.k], engine.tuned(shape, cut))
+        assert torch.equal(apart, launch(library, spec, packed, x, engine.tuned(shape, cut))), cut

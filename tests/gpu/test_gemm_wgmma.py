@@ -38,8 +38,9 @@ pytestmark = [
 ]
 
 
-def slices_of(shape: int, spec: FourBitSpec, tokens: int, sms: int = 132) -> list[int]:
-    """All numbers of slices that a call may have."""
+def slices_of(shape: int, spec: FourBitSpec, tokens: int) -> list[int]:
+    """All numbers of slices that a call may have (plan_gemm of csrc/gemm_wgmma_plan.h)."""
+    sms = torch.cuda.get_device_properties(0).multi_processor_count
     width, consumers = TUNE_GEMM_SHAPES[shape]
     pairs = -(-tokens // width) * -(-spec.n // (128 * consumers))
 

@@ -5,6 +5,8 @@
 // shared, and the sums of a step that fit where x has been); behind ';' for each block behind ',' each of its pieces:
 // sliced begin end token_tile row_block; and at the end, behind ';' for each slice, behind ',' for each step: the step,
 // its owner and, if that is another slice, the place there.
+//   estimate shape m n k slices sms shared_bytes
+// "none", or how long the plan should take, in nanoseconds.
 //   divide n d
 // n / d as csrc/deal.h has it: by a Divider, and for d up to 4 by small_quotient.
 #include <iostream>
@@ -23,6 +25,8 @@ int main() {
       std::cout << nf4l::Divider(d).quotient(n) << ' ' << (d <= 4 ? nf4l::small_quotient(n, d) : n / d) << '\n';
       continue;
     }
+    const bool estimate = line.rfind("estimate ", 0) == 0;
+    if (estimate) words.ignore(9);
     int shape = 0, slices = 0, sms = 0, shared = 0;
     int64_t m = 0, n = 0, k = 0;
     words >> shape >> m >> n >> k >> slices >> sms >> shared;
@@ -33,6 +37,10 @@ int main() {
     nf4l::GemmPlan plan;
     if (!nf4l::plan_gemm(m, n, k, nf4l::GEMM_FOUR_BIT, shape, slices, sms, shared, plan)) {
       std::cout << "none\n";
+      continue;
+    }
+    if (estimate) {
+      std::cout << nf4l::estimated_ns(plan) << '\n';
       continue;
     }
     const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
