@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from nf4linear import reference, reorder
+from nf4linear import native, reference, reorder
 from nf4linear.formats import EightBitSpec, FourBitSpec, WeightSpec
 
 SPECS = (
@@ -60,3 +62,28 @@ def packed_weight(spec: WeightSpec, seed: int = 0, device: str = "cpu") -> dict[
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal down to the sign of zero."""
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Part of a packed weight, as tensor parallelism cuts it: it knows where it lies, its tables are the whole's."""
+
+    spec: FourBitSpec
+    weight: native.Weight  # as the libraries take it
+    tensors: tuple[torch.Tensor, ...]  # that it points to
+
+
+def cut_shard(
+    spec: FourBitSpec, packed: dict[str, torch.Tensor], rows: tuple[int, int], inputs: tuple[int, int]
+) -> Shard:
+    """Rows n0..n1 (multiples of 16) and inputs k0..k1 (of 256) of a weight with double quantization."""
+    (n0, n1), (k0, k1) = rows, inputs
+    part = FourBitSpec(spec.format, n1 - n0, k1 - k0, blocksize=spec.blocksize)
+    tensors = (
+        packed["qweight"][n0 // 16 : n1 // 16, k0 // 64 : k1 // 64].contiguous(),
+        packed["absmax_q"][n0 // 16 : n1 // 16, k0 // 256 : k1 // 256].contiguous(),
+        *(packed[name] for name in ("nested_code", "nested_absmax", "nested_offset")),
+    )
+    weight = native.describe_weight(part, *tensors)
+    weight.n0, weight.kb0, weight.kb_full = n0, k0 // 64, spec.k // 64
+    return Shard(part, weight, tensors)

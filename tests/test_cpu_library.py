@@ -15,7 +15,7 @@ import torch
 
 from nf4linear import native, reference, reorder
 from nf4linear.formats import EightBitSpec, FourBitSpec
-from operands import SPECS, fresh_weight, spec_id
+from operands import SPECS, cut_shard, fresh_weight, spec_id
 
 LEVELS = ("portable", "avx2", "avx512_core", "avx512")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -223,21 +223,14 @@ def test_shard_finds_its_nested_scales(library):
     """A slice of rows and k-blocks of a larger weight gives the same part of the result."""
     spec = FourBitSpec("nf4", 96, 1024)
     weight = Weight(spec)
-    shard = FourBitSpec("nf4", 32, 512)
-    packed = {
-        "qweight": weight.packed["qweight"][2:4, 8:].contiguous(),
-        "absmax_q": weight.packed["absmax_q"][2:4, 2:].contiguous(),
-    }
-    nested = (weight.packed[name] for name in ("nested_code", "nested_absmax", "nested_offset"))
-    struct = native.describe_weight(shard, packed["qweight"], packed["absmax_q"], *nested)
-    struct.n0, struct.kb0, struct.kb_full = 32, 8, 16
-    out = torch.empty(shard.n, shard.k)
-    assert library.dequantize(struct, out)
+    shard = cut_shard(spec, weight.packed, (32, 64), (512, 1024))
+    out = torch.empty(shard.spec.n, shard.spec.k)
+    assert library.dequantize(shard.weight, out)
     whole = reference.dequantize(spec, weight.canonical, torch.float32)
     assert torch.equal(out, whole[32:64, 512:])
-    x = torch.randn(3, shard.k)
-    y = torch.empty(3, shard.n)
-    assert library.linear(struct, x, None, y)
+    x = torch.randn(3, shard.spec.k)
+    y = torch.empty(3, shard.spec.n)
+    assert library.linear(shard.weight, x, None, y)
     torch.testing.assert_close(y, x @ out.T, rtol=1e-4, atol=1e-4)
 
 

@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from nf4linear import native, reference
+from nf4linear import native, reference, reorder
 from nf4linear.formats import FORMATS, FourBitSpec, WeightSpec
-from operands import operands
+from operands import fresh_weight, operands
 
 DTYPES = [torch.float16, torch.bfloat16]
 # Relative error that rounding the output alone can give: half a unit of the last place. Over many values it is less
@@ -42,6 +42,12 @@ def launch(
     """The fused product into poisoned memory; None where the library leaves the call to a GEMM."""
     y = torch.full((x.shape[0], spec.n), torch.nan, device=x.device, dtype=x.dtype)
     return y if library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags) else None
+
+
+def any_weight(spec: WeightSpec) -> tuple[WeightSpec, dict[str, Tensor], dict[str, Tensor]]:
+    """The spec, canonical and packed tensors of a quantized weight, another one each time."""
+    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
+    return spec, canonical, reorder.pack(spec, canonical)
 
 
 def random_weight(spec: FourBitSpec) -> dict[str, Tensor]:

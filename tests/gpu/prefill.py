@@ -1,7 +1,7 @@
 """Tests of the prefill engines: a file imports those that it wants, or all.
 
-They run over the file's own fixtures: `library`; `engine`, a PrefillEngine; `shape`, the index of one of its compiled
-shapes; and `weight`, which gives (spec, canonical, packed).
+They run over all compiled shapes of the file's ENGINE, by fixtures that it imports with them: `engine`; `shape`, the
+index of one of its shapes (pytest_generate_tests); and `weight`, which gives (spec, canonical, packed).
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from fused import DEPENDENT, DTYPES, PLAIN, PREFILL_SPECS, ROUNDING, launch, random_weight, relative_error
+from fused import DEPENDENT, DTYPES, PLAIN, PREFILL_SPECS, ROUNDING, any_weight, launch, random_weight, relative_error
 
 from nf4linear import native, ops, reference, reorder
 from nf4linear.formats import FourBitSpec
-from operands import fresh_weight, geometry, operands, spec_id
+from operands import cut_shard, fresh_weight, geometry, operands, spec_id
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,19 @@ class PrefillEngine:
         return native.tuned(self.first_shape + shape, cut)
 
 
+@pytest.fixture(scope="module")
+def engine(request):
+    return request.module.ENGINE
+
+
+def pytest_generate_tests(metafunc):
+    if "shape" in metafunc.fixturenames:
+        metafunc.parametrize("shape", range(len(metafunc.module.ENGINE.widths)))
+
+
 @pytest.fixture(scope="module", params=PREFILL_SPECS, ids=spec_id)
 def weight(request):
-    spec = request.param
-    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
-    return spec, canonical, reorder.pack(spec, canonical)
+    return any_weight(request.param)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -120,19 +128,12 @@ def test_shards_find_their_second_level_scales(library, engine, blocksize):
     packed = reorder.pack(spec, canonical)
     whole = reference.dequantize(spec, canonical, torch.float16)
     for (n0, n1), (k0, k1) in (((160, 640), (0, 2048)), ((0, 640), (1024, 2048)), ((32, 608), (512, 1792))):
-        part = FourBitSpec("nf4", n1 - n0, k1 - k0, blocksize=blocksize)
-        tensors = (
-            packed["qweight"][n0 // 16 : n1 // 16, k0 // 64 : k1 // 64].contiguous(),
-            packed["absmax_q"][n0 // 16 : n1 // 16, k0 // 256 : k1 // 256].contiguous(),
-            *(packed[name] for name in ("nested_code", "nested_absmax", "nested_offset")),
-        )
-        shard = native.describe_weight(part, *tensors)
-        shard.n0, shard.kb0, shard.kb_full = n0, k0 // 64, spec.k // 64
-        x = torch.eye(part.k, device="cuda", dtype=torch.float16)
+        shard = cut_shard(spec, packed, (n0, n1), (k0, k1))
+        x = torch.eye(shard.spec.k, device="cuda", dtype=torch.float16)
         for shape in range(len(engine.widths)):
-            for cut in engine.cuts(shape, part, part.k):
-                y = torch.full((part.k, part.n), torch.nan, device="cuda", dtype=torch.float16)
-                assert library.linear(shard, x, None, y, engine.tuned(shape, cut))
+            for cut in engine.cuts(shape, shard.spec, shard.spec.k):
+                y = torch.full((shard.spec.k, shard.spec.n), torch.nan, device="cuda", dtype=torch.float16)
+                assert library.linear(shard.weight, x, None, y, engine.tuned(shape, cut))
                 assert torch.equal(y.T, whole[n0:n1, k0:k1]), (shape, cut)
 
 

@@ -4,6 +4,7 @@ import importlib.util
 
 import pytest
 import torch
+from fused import any_weight
 
 from nf4linear import native, ops, reference, reorder
 from nf4linear.formats import BLOCKSIZES, EightBitSpec, FourBitSpec
@@ -25,20 +26,10 @@ LARGE = (
 )
 
 
-@pytest.fixture(scope="module")
-def library():
-    """On a machine with a GPU the CUDA library must be there: a missing one is a failure, not a skip."""
-    found = native.library("cuda")
-    assert found, found.why
-    return found
-
-
 @pytest.fixture(scope="module", params=[*SPECS, *LARGE], ids=spec_id)
 def weight(request, library):
     """(spec, canonical tensors, packed tensors) of a fresh random weight on the GPU."""
-    spec = request.param
-    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
-    return spec, canonical, reorder.pack(spec, canonical)
+    return any_weight(request.param)
 
 
 def decode(spec, packed, dtype):

@@ -14,13 +14,6 @@ from nf4linear import NF4Linear, W8Linear, eager, native, ops, selfcheck
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-@pytest.fixture(scope="module")
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    return found
-
-
 def make_layer(bias=True, dtype=torch.bfloat16, k=512, n=200, seed=0):
     torch.manual_seed(seed)
     return NF4Linear.from_linear(nn.Linear(k, n, bias=bias).to("cuda", dtype)).requires_grad_(False)

@@ -15,6 +15,8 @@ from order_of_work import (  # noqa: F401
 )
 from prefill import (  # noqa: F401
     PrefillEngine,
+    engine,
+    pytest_generate_tests,
     test_error_is_that_of_dequantize_and_gemm,
     test_identity_activations_give_the_dequantized_weight,
     test_large_shapes,
@@ -27,7 +29,6 @@ from prefill import (  # noqa: F401
     weight,
 )
 
-from nf4linear import native
 from nf4linear.bench.linear import (
     TUNE_CUTS,
     TUNE_GEMM_MMA_SHAPES,
@@ -54,23 +55,6 @@ ENGINE = PrefillEngine(
     333,
     tuple(range(len(SHAPES))),
 )
-
-
-@pytest.fixture(scope="module")
-def engine():
-    return ENGINE
-
-
-@pytest.fixture(params=range(len(SHAPES)))
-def shape(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    return found
 
 
 # (spec, tokens, flags): output tiles cut by many blocks, by few, and by none.

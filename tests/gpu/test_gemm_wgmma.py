@@ -14,6 +14,8 @@ from order_of_work import (  # noqa: F401
 )
 from prefill import (  # noqa: F401
     PrefillEngine,
+    engine,
+    pytest_generate_tests,
     test_error_is_that_of_dequantize_and_gemm,
     test_identity_activations_give_the_dequantized_weight,
     test_large_shapes,
@@ -26,7 +28,6 @@ from prefill import (  # noqa: F401
     weight,
 )
 
-from nf4linear import native
 from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_GEMM_SLICES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
 
@@ -60,21 +61,9 @@ ENGINE = PrefillEngine(
 
 
 @pytest.fixture(scope="module")
-def engine():
-    return ENGINE
-
-
-@pytest.fixture(params=range(len(SHAPES)))
-def shape(request):
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    assert "90a" in found.architectures.split(",")
-    return found
+def library(library):
+    assert "90a" in library.architectures.split(",")
+    return library
 
 
 # (spec, tokens, flags): output tiles of four blocks, of two, of one, and of one and then of two.

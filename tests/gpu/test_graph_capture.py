@@ -3,22 +3,19 @@
 import pytest
 import torch
 
-from nf4linear import native, ops, reference, reorder
+from nf4linear import ops, reference, reorder
 from nf4linear.formats import EightBitSpec, FourBitSpec
 from operands import SPECS, fresh_weight, geometry, operands, spec_id
 
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
+    pytest.mark.usefixtures("library"),
+]
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
 LAYERS = (FourBitSpec("nf4", 256, 512), FourBitSpec("nf4", 96, 100), EightBitSpec("w8_s8", 128, 512))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    return found
 
 
 def packed_on(spec, device="cuda", seed=0):

@@ -10,7 +10,17 @@ So a single input of 1 gives round_T(round_T(centroid) * scale), exactly.
 
 import pytest
 import torch
-from fused import DEPENDENT, DTYPES, PLAIN, ROUNDING, launch, random_weight, relative_error, rounded_centroids
+from fused import (
+    DEPENDENT,
+    DTYPES,
+    PLAIN,
+    ROUNDING,
+    any_weight,
+    launch,
+    random_weight,
+    relative_error,
+    rounded_centroids,
+)
 from order_of_work import (  # noqa: F401
     check_chain,
     test_graphs_replay_on_new_inputs,
@@ -23,7 +33,7 @@ from nf4linear import native, ops, reference, reorder
 from nf4linear.bench.linear import TUNE_SHAPES as SHAPES  # (row tiles, tokens); tests/test_bench_linear.py holds it
 from nf4linear.formats import FourBitSpec
 from nf4linear.native import tuned
-from operands import fresh_weight, geometry, operands, spec_id
+from operands import cut_shard, fresh_weight, geometry, operands, spec_id
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -40,18 +50,9 @@ SPECS = (
 )
 
 
-@pytest.fixture(scope="module")
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    return found
-
-
 @pytest.fixture(scope="module", params=SPECS, ids=spec_id)
 def weight(request):
-    spec = request.param
-    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
-    return spec, canonical, reorder.pack(spec, canonical)
+    return any_weight(request.param)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -142,18 +143,11 @@ def test_shards_find_their_second_level_scales(library, blocksize):
     packed = reorder.pack(spec, canonical)
     whole = rounded_centroids(spec, canonical, torch.float16)
     for (n0, n1), (k0, k1) in (((160, 320), (0, 2048)), ((0, 320), (1024, 2048)), ((32, 288), (512, 1280))):
-        part = FourBitSpec("nf4", n1 - n0, k1 - k0, blocksize=blocksize)
-        tensors = (
-            packed["qweight"][n0 // 16 : n1 // 16, k0 // 64 : k1 // 64].contiguous(),
-            packed["absmax_q"][n0 // 16 : n1 // 16, k0 // 256 : k1 // 256].contiguous(),
-            *(packed[name] for name in ("nested_code", "nested_absmax", "nested_offset")),
-        )
-        shard = native.describe_weight(part, *tensors)
-        shard.n0, shard.kb0, shard.kb_full = n0, k0 // 64, spec.k // 64
+        shard = cut_shard(spec, packed, (n0, n1), (k0, k1))
         for tokens in (1, 8, 16):
-            x = torch.randn(tokens, part.k, device="cuda").half()
-            y = torch.full((tokens, part.n), torch.nan, device="cuda", dtype=torch.float16)
-            assert library.linear(shard, x, None, y)
+            x = torch.randn(tokens, shard.spec.k, device="cuda").half()
+            y = torch.full((tokens, shard.spec.n), torch.nan, device="cuda", dtype=torch.float16)
+            assert library.linear(shard.weight, x, None, y)
             assert relative_error(y, x.double() @ whole[n0:n1, k0:k1].double().T) < ROUNDING[torch.float16]
 
 

@@ -17,7 +17,7 @@ from order_of_work import (  # noqa: F401
 from nf4linear import native, ops, reference, reorder
 from nf4linear.bench.linear import TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
-from operands import fresh_weight, geometry, operands, spec_id
+from operands import cut_shard, fresh_weight, geometry, operands, spec_id
 
 pytestmark = [
     pytest.mark.gpu,
@@ -66,11 +66,9 @@ def rounding(dtype: torch.dtype, values: int) -> float:
 
 
 @pytest.fixture(scope="module")
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    assert "90a" in found.architectures.split(",")
-    return found
+def library(library):
+    assert "90a" in library.architectures.split(",")
+    return library
 
 
 @pytest.fixture(scope="module", params=SPECS, ids=spec_id)
@@ -171,18 +169,11 @@ def test_shards_find_their_second_level_scales(library, blocksize):
     packed = reorder.pack(spec, canonical)
     whole = rounded_centroids(spec, canonical, torch.float16)
     for (n0, n1), (k0, k1) in (((160, 640), (0, 2048)), ((0, 640), (1024, 2048)), ((32, 608), (512, 1792))):
-        part = FourBitSpec("nf4", n1 - n0, k1 - k0, blocksize=blocksize)
-        tensors = (
-            packed["qweight"][n0 // 16 : n1 // 16, k0 // 64 : k1 // 64].contiguous(),
-            packed["absmax_q"][n0 // 16 : n1 // 16, k0 // 256 : k1 // 256].contiguous(),
-            *(packed[name] for name in ("nested_code", "nested_absmax", "nested_offset")),
-        )
-        shard = native.describe_weight(part, *tensors)
-        shard.n0, shard.kb0, shard.kb_full = n0, k0 // 64, spec.k // 64
+        shard = cut_shard(spec, packed, (n0, n1), (k0, k1))
         for shape, tokens in enumerate(SHAPES):
-            x = torch.randn(tokens, part.k, device="cuda").half()
-            y = torch.full((tokens, part.n), torch.nan, device="cuda", dtype=torch.float16)
-            assert library.linear(shard, x, None, y, tuned(shape))
+            x = torch.randn(tokens, shard.spec.k, device="cuda").half()
+            y = torch.full((tokens, shard.spec.n), torch.nan, device="cuda", dtype=torch.float16)
+            assert library.linear(shard.weight, x, None, y, tuned(shape))
             assert relative_error(y, x.double() @ whole[n0:n1, k0:k1].double().T) < ROUNDING[torch.float16]
 
 

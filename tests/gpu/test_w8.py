@@ -9,7 +9,7 @@ What they compute, with T the 16-bit type of x and all sums in float32; codes ar
 
 import pytest
 import torch
-from fused import DEPENDENT, DTYPES, ROUNDING, relative_error
+from fused import DEPENDENT, DTYPES, ROUNDING, any_weight, relative_error
 from order_of_work import (  # noqa: F401
     test_graphs_replay_on_new_inputs,
     test_two_graphs_at_once,
@@ -36,13 +36,6 @@ WHOLE, CUT = 1, 2
 TRANSPOSED = native.TRANSPOSED_OUTPUT
 
 
-@pytest.fixture(scope="module")
-def library():
-    found = native.library("cuda")
-    assert found, found.why
-    return found
-
-
 def on_hopper(library) -> bool:
     return torch.cuda.get_device_capability() == (9, 0) and "90a" in library.architectures
 
@@ -60,9 +53,7 @@ def hopper(library):
 
 @pytest.fixture(scope="module", params=SPECS, ids=spec_id)
 def weight(request):
-    spec = request.param
-    canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")
-    return spec, canonical, reorder.pack(spec, canonical)
+    return any_weight(request.param)
 
 
 def launch(library, spec, packed, x, flags=0, bias=None):
