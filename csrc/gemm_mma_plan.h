@@ -130,14 +130,14 @@ inline int64_t estimated_ns(const GemmMmaPlan& plan) {
 
 // The plan of the shape that should take least; false when none fits.
 inline bool plan_best_gemm_mma(const FourBitProblem& p, int64_t m, int sms, int shared_limit, GemmMmaPlan& best) {
-  bool found = false;
+  int64_t best_ns = INT64_MAX;
   for (int shape = 0; shape < GEMM_MMA_SHAPE_COUNT; ++shape) {
     GemmMmaPlan plan;
     if (!plan_gemm_mma(p, m, shape, true, sms, shared_limit, plan)) continue;
-    if (!found || estimated_ns(plan) < estimated_ns(best)) best = plan;
-    found = true;
+    const int64_t ns = estimated_ns(plan);
+    if (ns < best_ns) best = plan, best_ns = ns;
   }
-  return found;
+  return best_ns < INT64_MAX;
 }
 
 }  // namespace nf4l

@@ -174,16 +174,16 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
 // The plan of the shape and number of slices that should take least; false when none fits.
 inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int sms, int shared_limit,
                            GemmPlan& best) {
-  bool found = false;
+  int64_t best_ns = INT64_MAX;
   for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
     for (int slices = 1; slices <= GEMM_MOST_SLICES; ++slices) {
       GemmPlan plan;
       if (!plan_gemm(m, n, k, format, shape, slices, sms, shared_limit, plan)) continue;
-      if (!found || estimated_ns(plan) < estimated_ns(best)) best = plan;
-      found = true;
+      const int64_t ns = estimated_ns(plan);
+      if (ns < best_ns) best = plan, best_ns = ns;
     }
   }
-  return found;
+  return best_ns < INT64_MAX;
 }
 
 }  // namespace nf4l
