@@ -56,7 +56,6 @@ struct GemmConsumer {
   const uint32_t empty;          // barrier of stage 0, in the block of the cluster that this lane tells of free stages
   const bool tells;
   const uint64_t x;  // descriptor of stage 0
-  int stage = 0;     // of the k tile in hand
   RingPosition<S.stages> ahead{0};
   uint32_t words[K_STEPS];   // codes of the k tile ahead, a step each
   float2 scale, next_scale;  // of the k tile in hand and of the one ahead
@@ -92,8 +91,8 @@ struct GemmConsumer {
 
   // One k tile, added to the sums or in their place, and the first steps of the next one decoded.
   __device__ __forceinline__ void multiply(bool add, bool another) {
-    const uint64_t tokens = x + uint32_t(stage * (S.x_bytes() / 16));
-    const uint32_t free = empty + before() * GemmShared::BARRIERS;
+    const uint64_t tokens = x + uint32_t(behind(1) * (S.x_bytes() / 16));
+    const int before = behind(2);
     const uint32_t third = words[2], last = words[3];
     load(another);
     auto looked = decoder.look_up(third);
@@ -104,24 +103,30 @@ struct GemmConsumer {
       wgmma_commit_group();
       wgmma_wait_group<AHEAD>();
       if (step == AHEAD - 1) {
-        __syncwarp();
-        if (add && tells) mbarrier_arrive_cluster(free);
+        if (add) release(before);
       }
       if (step + AHEAD == K_STEPS) scale = next_scale;
       decoder.finish(looked, scale, a[(step + AHEAD) % SETS]);
       if (step + 1 < K_STEPS) looked = decoder.look_up(step == 0 ? last : words[step - 1]);
     }
-    if (++stage == S.stages) stage = 0;
   }
 
-  // The stage before the one in hand.
-  __device__ __forceinline__ int before() const { return stage ? stage - 1 : S.stages - 1; }
+  // The stage so many k tiles before the one ahead.
+  __device__ __forceinline__ int behind(int tiles) const {
+    const int stage = ahead.stage - tiles;
+    return stage < 0 ? stage + S.stages : stage;
+  }
+
+  // Nobody in this warp reads the stage any more.
+  __device__ __forceinline__ void release(int stage) const {
+    __syncwarp();
+    if (tells) mbarrier_arrive_cluster(empty + stage * GemmShared::BARRIERS);
+  }
 
   // After the last k tile of a piece: the sums may be read.
   __device__ __forceinline__ void drain() {
     wgmma_wait_group<0>();
-    __syncwarp();
-    if (tells) mbarrier_arrive_cluster(empty + before() * GemmShared::BARRIERS);
+    release(behind(2));
   }
 };
 
@@ -166,7 +171,7 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
     consumer.drain();
     finish(consumer.sums, work);
   }
-  cluster_sync_threads();  // nobody reaches into a block that has ended
+  cluster_sync_memory();  // nobody reaches into a block that has ended
 }
 
 template <class Format, class T, int SHAPE>

@@ -55,7 +55,7 @@ int run_small_wgmma(const SmallWgmmaPlan& plan, const nf4l_weight& w, const nf4l
   a.bias = l.bias;
   a.y = l.y;
   a.m = int(l.m);
-  a.bursts = {plan.bursts, Divider(plan.bursts)};
+  a.bursts = plan.bursts;
   a.deal = plan.deal;
   a.dependent = l.flags & NF4L_DEPENDENT_LAUNCH;
   Workspace workspace;

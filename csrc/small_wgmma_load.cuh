@@ -14,15 +14,6 @@
 
 namespace nf4l {
 
-// A number of bursts, and the division of units by it.
-struct Bursts {
-  int count;
-  Divider divider;
-
-  NF4L_HD constexpr operator int() const { return count; }
-  friend NF4L_HD constexpr int operator/(int unit, const Bursts& b) { return b.divider.quotient(unit); }
-};
-
 struct SmallWgmmaArgs : FourBitWeight {
   const void* bias;   // [n] or NULL
   void* y;            // [m, n]

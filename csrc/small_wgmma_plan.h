@@ -83,10 +83,21 @@ struct Sharers {
   NF4L_HD constexpr bool spread() const { return even && count() > 1 && count() <= MOST_SPREAD; }
 };
 
+// A number of bursts, and the division of units by it.
+struct Bursts {
+  int count = 1;
+  Divider divider;
+
+  constexpr Bursts() = default;
+  constexpr explicit Bursts(int bursts) : count(bursts), divider(bursts) {}
+  NF4L_HD constexpr operator int() const { return count; }
+  friend NF4L_HD constexpr int operator/(int unit, const Bursts& b) { return b.divider.quotient(unit); }
+};
+
 // One launch: units, (row block, burst), lie in one line, and each block of the grid has a stretch of it.
 struct SmallWgmmaPlan {
   int shape;        // in SMALL_WGMMA_SHAPES
-  int bursts;       // of one row block
+  Bursts bursts;    // of one row block
   int blocks;
   Deal deal;
   int shared_bytes;
@@ -136,7 +147,7 @@ inline bool plan_small_wgmma(const FourBitProblem& p, int shape_index, int least
   if (nested_groups * 4 > shared_limit) return false;
   const int64_t shared = SmallWgmmaShared(shape, p.nested, int(nested_groups)).total;
   if (shared > shared_limit) return false;
-  plan = {shape_index, int(bursts), cut.blocks, cut.deal, int(shared),
+  plan = {shape_index, Bursts(int(bursts)), cut.blocks, cut.deal, int(shared),
           cut.shares ? int64_t(cut.blocks) * 2 * shape.slot_floats() * 4 + MAX_BLOCKS * 4 : 0};
   return true;
 }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   asm volatile(
       "{.reg .pred p;\n"
       "again: mbarrier.try_wait.parity.shared.b64 p, [%0], %1;\n"
-      "@!p bra.uni again;}" ::"r"(barrier),
+      "@!p bra again;}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }
@@ -50,7 +50,7 @@ __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier, uint32_t
   asm volatile(
       "{.reg .pred p;\n"
       "again: mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%0], %1;\n"
-      "@!p bra.uni again;}" ::"r"(barrier),
+      "@!p bra again;}" ::"r"(barrier),
       "r"(parity)
       : "memory");
 }

@@ -72,6 +72,10 @@ __device__ __forceinline__ void cluster_sync_threads() {
   cluster_arrive();
   cluster_wait();
 }
+// The same, and what they wrote before is seen after it.
+__device__ __forceinline__ void cluster_sync_memory() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 // Where block `rank` of the cluster has what this block has at `address` of its shared memory.
 __device__ __forceinline__ uint32_t cluster_address(uint32_t address, int rank) {
   uint32_t there;

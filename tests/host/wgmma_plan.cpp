@@ -36,9 +36,8 @@ int main() {
     for (int block = 0; block < plan.blocks; ++block) {
       const int begin = plan.deal.first_unit(block), end = plan.deal.first_unit(block + 1);
       std::cout << "; " << begin << ' ' << end;
-      const nf4l::Divider bursts(plan.bursts);
       for (int first = begin; first < end;) {
-        const int row_block = bursts.quotient(first), last = std::min(end, (row_block + 1) * plan.bursts);
+        const int row_block = first / plan.bursts, last = std::min(end, (row_block + 1) * plan.bursts);
         const nf4l::Sharers sharers(plan.deal, row_block, plan.bursts);
         std::cout << ", " << row_block << ' ' << first << ' ' << last << ' ' << sharers.owner << ' ' << sharers.stop
                   << ' ' << sharers.spread();
