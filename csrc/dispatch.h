@@ -56,23 +56,25 @@ constexpr LaunchRow LAUNCH_TABLE[] = {
 // Rows for GPUs with wgmma, which come before the others.
 struct WgmmaRow {
   int64_t m_first, m_last;
-  int64_t k_first;
+  int64_t k_first, k_last;
   int64_t weights_first, weights_last;  // n * k
   int shape;                            // in SMALL_WGMMA_SHAPES
 };
 
-// Smaller weights leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
+// Smaller weights, and small ones with long rows (1024x8192: 8.3 for 7.9), leave too few bursts a block: its start and
+// the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
-    // m    k       n * k                    shape                      (the other engine, or another shape)
-    {9, 16, 12'288, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)
-    {9, 16, 0, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 25.5 (27.8)
-    {17, 32, 0, 20'000'000, 32'000'000, small_wgmma_shape(32, 3)},       // 6144x4096 12.1 (12.7)
-    {17, 32, 0, 15'000'000, 70'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.0 (11.1), 8192x8192 20.3 (20.7)
-    {17, 32, 0, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 57344x8192 93.7 (105)
-    {33, 64, 0, 20'000'000, 32'000'000, small_wgmma_shape(64, 3)},       // 6144x4096 14.8 (15.0)
-    {33, 64, 0, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.4, 57344x8192 129
-    {65, 96, 0, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
-    {97, 128, 0, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
+    // m    k            n * k                    shape                      (the other engine, or another shape)
+    {9, 16, 12'288, ANY, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)
+    {9, 16, 0, ANY, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 25.5 (27.8)
+    {17, 32, 0, 4096, 4'000'000, 15'000'000, small_wgmma_shape(32, 2)},       // 2048x4096 7.0 (8.1)
+    {17, 32, 0, ANY, 20'000'000, 32'000'000, small_wgmma_shape(32, 3)},       // 6144x4096 12.1 (12.7)
+    {17, 32, 0, ANY, 15'000'000, 70'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.0 (11.1)
+    {17, 32, 0, ANY, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 57344x8192 93.7 (105)
+    {33, 64, 0, ANY, 20'000'000, 32'000'000, small_wgmma_shape(64, 3)},       // 6144x4096 14.8 (15.0)
+    {33, 64, 0, ANY, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.4, 57344x8192 129
+    {65, 96, 0, ANY, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
+    {97, 128, 0, ANY, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
 };
 // A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less: the sums of many blocks
 // would take longer than their work.
@@ -193,7 +195,7 @@ struct Picker {
   bool from_wgmma_table() {
     const int64_t weights = w.n * w.k;
     for (const WgmmaRow& row : WGMMA_TABLE) {
-      if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first) continue;
+      if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first || w.k > row.k_last) continue;
       if (weights < row.weights_first || weights > row.weights_last) continue;
       return small_wgmma(row.shape, LEAST_TILES / SMALL_WGMMA_SHAPES[row.shape].burst);
     }

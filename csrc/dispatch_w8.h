@@ -8,6 +8,8 @@
 
 #include <stdint.h>
 
+#include <initializer_list>
+
 #include "device_info.h"
 #include "gemm_w8_plan.h"
 #include "layout.h"
