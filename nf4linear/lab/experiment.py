@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..bench.record import first_line_of, made_by
+from ..bench import record
 from . import bench, generate, program, tables, verify
 from .bench import Repeats, Row
 from .generate import Case
@@ -71,26 +71,25 @@ def sweep_rows(
 def write_results(stem: Path, ladder: Sequence[Row], sweep: Sequence[Row], ceiling: float) -> str:
     """Write `stem`.json, .md and .png, the last two made from the first; returns the Markdown."""
     rows = [row | {"table": "ladder"} for row in ladder] + [row | {"table": "sizes"} for row in sweep]
-    stem.parent.mkdir(parents=True, exist_ok=True)
-    stem.with_suffix(".json").write_text(json.dumps(environment(ceiling) | {"rows": rows}, indent=1) + "\n")
+    record.write_record(stem.with_suffix(".json"), environment(ceiling) | {"rows": rows})
     return write_tables(stem)
 
 
 def write_tables(stem: Path) -> str:
     """Write `stem`.md and .png from `stem`.json; returns the Markdown."""
-    record = json.loads(stem.with_suffix(".json").read_text())
-    text = results_text(record)
-    stem.with_suffix(".md").write_text(text)
-    idle = [row for row in record["rows"] if row["table"] == "ladder" and row["protocol"] == "idle-events"]
+    made = json.loads(stem.with_suffix(".json").read_text())
+    text = results_text(made)
+    record.write(stem.with_suffix(".md"), text.encode())
+    idle = [row for row in made["rows"] if row["table"] == "ladder" and row["protocol"] == "idle-events"]
     tables.ladder_chart(stem.with_suffix(".png"), idle, f"NF4 dequantize, {idle[0]['n']} x {idle[0]['k']}, idle-events")
     return text
 
 
-def results_text(record: Row) -> str:
+def results_text(made: Row) -> str:
     """A result file as Markdown: what it was made with, and all tables."""
-    rows = record["rows"]
+    rows = made["rows"]
     ladder = [row for row in rows if row["table"] == "ladder"]
-    sections = [f"{record['machine']}, driver {record['driver']}: {made_by(record)}\n"]
+    sections = [f"{made['machine']}, driver {made['driver']}: {record.made_by(made)}\n"]
     for dtype, protocol in dict.fromkeys((row["dtype"], row["protocol"]) for row in ladder):
         chosen = [row for row in ladder if (row["dtype"], row["protocol"]) == (dtype, protocol)]
         shown = [row for row in chosen if row["impl"] in (*program.LADDER, "bitsandbytes")]
@@ -108,7 +107,7 @@ def environment(ceiling: float) -> Row:
 
     return {
         "machine": torch.cuda.get_device_name(0),
-        "driver": first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": record.first_line_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
         "versions": {
             "python": platform.python_version(),
             "torch": torch.__version__,
@@ -117,6 +116,6 @@ def environment(ceiling: float) -> Row:
         },
         "command": shlex.join(["nf4linear", *sys.argv[1:]]),
         "date": datetime.date.today().isoformat(),
-        "commit": first_line_of("git", "rev-parse", "HEAD"),
+        "commit": record.commit(),
         "ceilings": {"copy_GBps": ceiling},
     }
