@@ -168,6 +168,30 @@ __device__ __forceinline__ unsigned atom_add_acq_rel(unsigned* p, unsigned v) {
   return before;
 }
 
+// Adds, where `wanted`, and returns what was there; else 0. It orders nothing, and having no branch it is not waited
+// for before the answer is used.
+__device__ __forceinline__ unsigned atom_add_if(unsigned* p, unsigned v, bool wanted) {
+  unsigned before;
+  asm volatile(
+      "{.reg .pred q; setp.ne.b32 q, %3, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@q atom.add.relaxed.gpu.global.u32 %0, [%1], %2;}"
+      : "=r"(before)
+      : "l"(p), "r"(v), "r"(static_cast<int>(wanted))
+      : "memory");
+  return before;
+}
+
+// What other blocks wrote and this one has been told of.
+__device__ __forceinline__ float4 ld_relaxed_gpu_f32x4(const float4* p) {
+  float4 v;
+  asm volatile("ld.relaxed.gpu.global.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+               : "l"(p)
+               : "memory");
+  return v;
+}
+
 // ---- programmatic dependent launch (sm_90 and later; elsewhere launches are never dependent) ------------------------
 
 // The next kernel of the stream may start now.

@@ -84,10 +84,11 @@ constexpr int LEAST_TILES = 8;
 // them; before that, where its output tiles make waves that are far from full.
 constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 3072, GEMM_FIRST_WEIGHTS = 4'000'000;
 
-// About how long dequantize + GEMM takes, in nanoseconds: 2.5 bytes a weight at 4.2 TB/s, 770 TFLOP/s.
+// About how long dequantize + GEMM takes, in nanoseconds: 2.5 bytes a weight at 4.2 TB/s; 770 TFLOP/s, but of few
+// output tiles what one of them takes (128 to 512 tokens: 1024x4096 9 to 10 us, 1024x8192 12 to 19).
 inline int64_t dequantize_gemm_ns(int64_t m, int64_t n, int64_t k) {
-  const int64_t dequantize = n * k / 1680 + 3000, gemm = m * n / 385 * k / 1000;
-  return dequantize + (gemm < 11000 ? 11000 : gemm);
+  const int64_t dequantize = n * k / 1680 + 3000, gemm = m * n / 385 * k / 1000, least = 7000 + k * 4 / 5;
+  return dequantize + (gemm < least ? least : gemm);
 }
 
 // Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of

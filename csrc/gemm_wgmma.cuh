@@ -15,8 +15,8 @@
 //
 // Two blocks of a cluster have the same tokens and neighbouring rows: each copies half of x to both, which halves what
 // comes from L2, 3 % of a long call's energy and so of its time. Or, where output tiles are few and in the last wave,
-// the blocks of a cluster share out the k tiles of one (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh). Blocks are
-// persistent.
+// the blocks of a cluster, or of two, share out the k tiles of one (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh). Blocks
+// are persistent.
 //
 // What binds is shared memory, 128 bytes a cycle, and power. A wgmma reads its tokens at 64; the rest is for look-ups,
 // 8 bytes for two weights however many tokens they meet, and for what the copy engine writes: 139 KB a k tile of 256

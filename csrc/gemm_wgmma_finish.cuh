@@ -13,6 +13,47 @@
 
 namespace nf4l {
 
+// Two clusters of two blocks that have four slices of an output tile, and exchange their sums of it through memory: of
+// each half of the tile's tokens, one brings a warpgroup's sums and the other adds its own and stores them. Who asks
+// first brings, so nobody waits for a cluster that has not started; and as each begins with another half, each mostly
+// brings one and adds one. Two numbers have the same sum in either order.
+//
+// Nobody waits in a circle. Who brings needs steps of that half from its neighbour in the cluster, which may wait
+// before it has sent them only to add its own first half. That is brought by a block in its second half, whose
+// neighbour sends the steps of that half before it waits, unless it waits to add its own first half too: for the one
+// that needed the steps, which would then be in its second half.
+//
+// A counter of the two blocks of the same rank: 1 for each that has asked, 2 when the sums are in memory; 0 again when
+// that has been seen.
+struct GemmMeeting {
+  unsigned* counters;     // of halves, `stride` apart
+  const int stride;
+  const uint32_t ticket;  // where thread 0 tells the others what it got
+  const int warpgroup, thread;
+  unsigned got = 0;
+  bool brings = false;
+
+  // Asks who brings that half; enter() takes the answer.
+  __device__ __forceinline__ void ask(int half) { got = atom_add_if(counters + half * stride, 1, thread == 0); }
+  // From here on `brings` is known, and who does not may read the sums.
+  __device__ __forceinline__ void enter(int half) {
+    if (thread == 0) {
+      st_shared_u32(ticket, got);
+      if (got) {
+        while (ld_acquire_gpu(counters + half * stride) < 4) {}
+        counters[half * stride] = 0;
+      }
+    }
+    bar_sync(2 + warpgroup, WARPGROUP);
+    brings = ld_shared_u32(ticket) == 0;
+  }
+  // The sums of that half are brought.
+  __device__ __forceinline__ void leave(int half) const {
+    bar_sync(2 + warpgroup, WARPGROUP);
+    if (thread == 0) red_add_release_gpu(counters + half * stride, 2);
+  }
+};
+
 // A warpgroup's rows of output tiles.
 //
 // A tile's tokens are stored in steps of STORE_TOKENS. Where the blocks of a cluster have a slice of its k tiles each,
@@ -33,24 +74,35 @@ struct GemmFinish {
   const uint32_t buffers;               // two
   const int warpgroup, thread;
 
+  // Where a thread's values of a tile belong.
+  struct GemmRows {
+    float2 bias;  // of rows g and g + 8 of its warp
+    int column;   // the first of the eight rows that it stores
+    int token;    // the first that it stores
+  };
+
   // The sums of a piece of work.
   __device__ __forceinline__ void operator()(Sums& sums, const GemmWork& work) const {
     bar_sync(2 + warpgroup, WARPGROUP);  // nobody reads the buffers any more
     const GemmRows rows = rows_of(work);
     if (!work.sliced) {
 #pragma unroll
-      for (int step = 0; step < STEPS; ++step) store(sums, rows, step, step % 2);
+      for (int step = 0; step < STEPS; ++step) store(sums, rows, step, step, step % 2);
       return;
     }
     const GemmShares shares = {args.grid.blocks};
+    GemmMeeting meeting = meeting_of(work);
+    const bool meets = S.meets() && args.grid.parts > 1;
     int stored = 0;
+    if (meets) meeting.ask(work.part);
     cluster_sync_threads();
 #pragma unroll
     for (int step = 0; step < STEPS + LAG; ++step) {
       if (step < STEPS && shares.owner(step) != work.rank) send(sums, shares, step, work.rank);
       if (step >= LAG && shares.owner(step - LAG) == work.rank) {
         collect(sums, shares, step - LAG, work.rank);
-        store(sums, rows, step - LAG, stored++ % 2);
+        if (meets) meet(sums, rows, meeting, work, step - LAG, stored);
+        else store(sums, rows, step - LAG, step - LAG, stored++ % 2);
       }
     }
   }
@@ -87,12 +139,36 @@ struct GemmFinish {
     }
   }
 
-  // Where a thread's values of a tile belong.
-  struct GemmRows {
-    float2 bias;  // of rows g and g + 8 of its warp
-    int column;   // the first of the eight rows that it stores
-    int token;    // the first that it stores
-  };
+  __device__ __forceinline__ GemmMeeting meeting_of(const GemmWork& work) const {
+    unsigned* counters = args.meetings + (work.sliced_tile() * 2 + work.rank) * 2 * S.consumers + warpgroup;
+    return {counters, S.consumers, ring.ticket(warpgroup), warpgroup, thread};
+  }
+
+  // A step of a tile that two clusters share, with the sums of its own: brought, or added to and stored.
+  __device__ __forceinline__ void meet(Sums& sums, const GemmRows& rows, GemmMeeting& meeting, const GemmWork& work,
+                                       int step, int& stored) const {
+    constexpr int HALF = STEPS / 2;
+    const int half = step / HALF ^ work.part, in_half = step % HALF;
+    const int place = ((work.sliced_tile() * 2 + work.rank) * 2 + half) * (HALF / 2) + in_half / 2;
+    float4* at = args.sums + (place * S.consumers + warpgroup) * (STEP_VECTORS * WARPGROUP) + thread;
+    float* sum = sums + step * STEP_VECTORS * 4;
+    if (in_half < 2) meeting.enter(half);
+    if (meeting.brings) {
+#pragma unroll
+      for (int i = 0; i < STEP_VECTORS; ++i) {
+        at[i * WARPGROUP] = {sum[4 * i], sum[4 * i + 1], sum[4 * i + 2], sum[4 * i + 3]};
+      }
+      if (in_half >= HALF - 2) meeting.leave(half);
+    } else {
+#pragma unroll
+      for (int i = 0; i < STEP_VECTORS; ++i) {
+        const float4 v = ld_relaxed_gpu_f32x4(at + i * WARPGROUP);
+        sum[4 * i] += v.x, sum[4 * i + 1] += v.y, sum[4 * i + 2] += v.z, sum[4 * i + 3] += v.w;
+      }
+      store(sums, rows, step, half * HALF + in_half, stored++ % 2);
+    }
+    if (step < HALF && in_half >= HALF - 2) meeting.ask(half ^ 1);
+  }
 
   __device__ __forceinline__ GemmRows rows_of(const GemmWork& work) const {
     const int lane = thread % WARP, warp = thread / WARP;
@@ -101,16 +177,16 @@ struct GemmFinish {
     return {{bias_of(row), bias_of(row + 8)}, first_row + lane % CHUNKS * 8, work.token_tile * S.tokens + first_line()};
   }
 
-  // A step. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and 2 t + 1 of each eight; y wants neighbouring
-  // rows together, so 8x8 matrices are transposed on the way into a buffer of STORE_TOKENS lines of 64 rows, whose
-  // chunks of eight rows are swizzled for the banks' sake. From there a warp stores whole lines, four at once: the
-  // load-store unit takes a cycle for each line that an instruction touches.
+  // A step, to where the tile's step `place` belongs. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and
+  // 2 t + 1 of each eight; y wants neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer
+  // of STORE_TOKENS lines of 64 rows, whose chunks of eight rows are swizzled for the banks' sake. From there a warp
+  // stores whole lines, four at once: the load-store unit takes a cycle for each line that an instruction touches.
   static constexpr int LINES = 4, CHUNKS = 8;
   __device__ __forceinline__ int first_line() const {
     return thread / WARP * (S.STORE_TOKENS / 4) + thread % WARP / CHUNKS;
   }
 
-  __device__ __forceinline__ void store(const Sums& sums, const GemmRows& rows, int step, int which) const {
+  __device__ __forceinline__ void store(const Sums& sums, const GemmRows& rows, int step, int place, int which) const {
     const int lane = thread % WARP, warp = thread / WARP;
     const uint32_t buffer = buffers + which * (S.STORE_TOKENS * LINE_BYTES);
     const float2 bias = rows.bias;
@@ -125,7 +201,7 @@ struct GemmFinish {
     bar_sync(2 + warpgroup, WARPGROUP);
 #pragma unroll
     for (int i = 0; i < S.STORE_TOKENS / 4; i += LINES) {
-      const int line = first_line() + i, token = rows.token + step * S.STORE_TOKENS + i;
+      const int line = first_line() + i, token = rows.token + place * S.STORE_TOKENS + i;
       if (token >= args.m) continue;
       uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + rows.column;
       put(buffer + line * LINE_BYTES + ((lane % CHUNKS ^ line % 8) << 4), to, args.n - rows.column);

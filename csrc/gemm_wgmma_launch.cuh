@@ -7,6 +7,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "arrivals.h"
 #include "engines.h"
 #include "gemm_wgmma.cuh"
 #include "gemm_wgmma_four_bit.cuh"
@@ -50,6 +51,10 @@ int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const 
   a.m = int(l.m);
   a.grid = plan.grid;
   a.vectors = a.n % 8 == 0 && aligned(l.y, 16);
+  Workspace workspace;
+  if (const int status = claim_workspace(workspace, l, plan.workspace_bytes, target)) return status;
+  a.sums = static_cast<float4*>(workspace.sums);
+  a.meetings = workspace.arrivals;
   CUtensorMap x;
   const int64_t k = int64_t(plan.grid.k_tiles) * GEMM_K, row_bytes = l.m > 1 ? l.x_stride * 2 : k * 2;
   const int box_tokens = shape.tokens / 2;

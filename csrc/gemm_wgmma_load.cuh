@@ -18,7 +18,9 @@ struct GemmArgs : Weight {
   void* y;           // [m, n]
   int m;
   GemmGrid grid;
-  bool vectors;  // rows of y start at multiples of 16 bytes
+  bool vectors;        // rows of y start at multiples of 16 bytes
+  float4* sums;        // of meetings: [tiles][ranks][halves][steps / 4][consumers][STORE_TOKENS / 8][128]
+  unsigned* meetings;  // [tiles][ranks][halves][consumers], zero before and after
 };
 
 template <class Format, int SHAPE>
@@ -41,6 +43,8 @@ struct GemmRing {
   // The other blocks' sums of a step of the tile that they share with this one.
   __device__ __forceinline__ uint32_t arrived(int step) const { return empty(S.stages - 1) + 8 + step * 8; }
 
+  __device__ __forceinline__ uint32_t ticket(int warpgroup) const { return smem + MAP.tickets + warpgroup * 4; }
+
   // One thread, before anybody else uses the ring. A stage is empty when the consumers of all `blocks` of the cluster
   // have read theirs, because the copies of one may go to all.
   __device__ __forceinline__ void init(int blocks) const {
@@ -57,7 +61,8 @@ struct GemmRing {
 };
 
 // One thread: x of every k tile, from the piece in hand on; of two blocks that share it each copies a half to both. A
-// copy takes the engine 45 ns whatever its size. What lies beyond the last token is zero.
+// copy takes the engine 45 ns whatever its size. What lies beyond the last token is zero. Of two clusters with the same
+// output tile the second has its halves the other way round (GemmMeeting).
 template <class Format, int SHAPE>
 __device__ __forceinline__ void feed(const CUtensorMap& x, const GemmRing<Format, SHAPE>& ring, GemmWork& work) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
@@ -73,8 +78,8 @@ __device__ __forceinline__ void feed(const CUtensorMap& x, const GemmRing<Format
       mbarrier_wait(ring.empty(at.stage), at.phase);
       mbarrier_arrive_expect_tx(full, S.x_bytes());
       for (int half = first; half <= last; ++half) {
-        const int skipped = half * HALF;
-        cp_async_bulk_tensor_3d_multicast(ring.x(at.stage) + skipped * GEMM_K * 2, &x, 0, token + skipped, k, full, to);
+        const uint32_t place = ring.x(at.stage) + half * HALF * GEMM_K * 2;
+        cp_async_bulk_tensor_3d_multicast(place, &x, 0, token + (half ^ work.part) * HALF, k, full, to);
       }
       at.step();
     }

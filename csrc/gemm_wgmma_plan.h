@@ -26,6 +26,8 @@ struct GemmShape {
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
   NF4L_HD constexpr int store_steps() const { return tokens / STORE_TOKENS; }
   NF4L_HD constexpr int step_bytes() const { return STORE_TOKENS * block_rows() * 4; }  // float32 sums
+  // Whether two clusters of two blocks can share an output tile: each block then adds up steps of either half.
+  NF4L_HD constexpr bool meets() const { return consumers == 2 && store_steps() % 4 == 0; }
 };
 
 // Everything that is compiled, for each format and 16-bit type.
@@ -49,6 +51,7 @@ struct GemmShared {
   int codes;     // [stages][row_tiles] of the format's bytes
   int scales;    // [stages][row_tiles] of the format's bytes
   int barriers;  // uint64 [stages][full, empty], then [steps] of a tile that have arrived from other blocks
+  int tickets;   // [consumers], of meetings (gemm_wgmma_finish.cuh)
   int total;
 
   static constexpr int BARRIERS = 16;  // bytes of a stage
@@ -60,7 +63,8 @@ struct GemmShared {
         codes(x + shape.stages * shape.x_bytes()),
         scales(codes + shape.stages * shape.row_tiles() * format.codes),
         barriers(scales + shape.stages * shape.row_tiles() * format.scales),
-        total(barriers + shape.stages * BARRIERS + shape.store_steps() * 8) {}
+        tickets(barriers + shape.stages * BARRIERS + shape.store_steps() * 8),
+        total(tickets + shape.consumers * 4) {}
 };
 
 // How a call is dealt to clusters of `blocks` blocks, cluster c of so many.
@@ -68,14 +72,16 @@ struct GemmShared {
 // First come pairs: output tiles of two neighbouring row blocks and the same tokens, one for each block of a cluster of
 // two, which share x. Cluster c takes pairs c, c + clusters, ... below `pairs`. The output tiles of the others, at most
 // one for each cluster, are shared out within it instead: a slice of the k tiles for each block. So the last wave may
-// be half a wave, and where output tiles are few there are no pairs at all.
+// be half a wave, and where output tiles are few there are no pairs at all. Then two clusters may also have one tile
+// together, four slices: clusters of four find room for less of them.
 struct GemmGrid {
   int k_tiles, token_tiles, row_pairs;  // where row blocks are odd in number, the last pairs have an empty tile
   int blocks, clusters, pairs;
+  int parts;       // clusters that share an output tile's k tiles, 1 or 2
   Divider groups;  // by row_pairs * OutTile::GROUP
 
   NF4L_HD constexpr int sliced_tiles() const { return 2 * (token_tiles * row_pairs - pairs); }
-  NF4L_HD constexpr int first_k(int slice) const { return small_quotient(k_tiles * slice, blocks); }
+  NF4L_HD constexpr int first_k(int slice) const { return small_quotient(k_tiles * slice, blocks * parts); }
 };
 
 // A block's work, one piece after the other: k tiles begin .. end - 1 of an output tile.
@@ -84,6 +90,7 @@ struct GemmWork {
   const int cluster, rank;
   int next_pair;
   bool sliced = false;  // the piece in hand is the last one, and a slice
+  int part = 0;         // which of the clusters that share its tile this is
   int token_tile = 0, row_block = 0, begin = 0, end = 0;
 
   NF4L_HD GemmWork(const GemmGrid& g, int cluster_index, int block)
@@ -96,11 +103,16 @@ struct GemmWork {
       next_pair += grid.clusters;
       return true;
     }
-    if (sliced || cluster >= grid.sliced_tiles()) return false;
+    if (sliced || cluster >= grid.sliced_tiles() * grid.parts) return false;
     sliced = true;
-    take(grid.pairs + cluster / 2, cluster % 2, grid.first_k(rank), grid.first_k(rank + 1));
+    part = cluster & (grid.parts - 1);
+    const int slice = part * grid.blocks + rank;
+    take(grid.pairs + sliced_tile() / 2, sliced_tile() % 2, grid.first_k(slice), grid.first_k(slice + 1));
     return true;
   }
+
+  // Number of the output tile that is sliced.
+  NF4L_HD int sliced_tile() const { return cluster >> (grid.parts - 1); }
 
   NF4L_HD void take(int pair, int row, int from, int to) {
     const OutTile tile(grid.token_tiles, grid.row_pairs, grid.groups, pair);
@@ -128,13 +140,19 @@ struct GemmPlan {
   int shape;  // in GEMM_SHAPES
   GemmGrid grid;
   int shared_bytes;
+  int64_t workspace_bytes;  // 0 but where clusters meet; else the sums of all output tiles, and a set of counters
 };
 
 // What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large
-// clusters, for each block but one, and sums that are sent and read.
+// clusters, for each block but one, and sums that are sent and read; and the meeting of two clusters.
 constexpr int GEMM_START_NS = 3200, GEMM_STORE_NS = 2000, GEMM_SLICE_NS = 500, GEMM_SLICE_BYTES_A_NS = 45;
+constexpr int GEMM_MEETING_NS = 600, GEMM_MEETING_BYTES_A_NS = 19;
 // Slices of an output tile at most, so blocks of a cluster. More than two only where there are no pairs.
 constexpr int GEMM_MOST_SLICES = 4;
+// In place of a number of slices: four, by two clusters of two.
+constexpr int GEMM_FOUR_BY_TWO = GEMM_MOST_SLICES + 1;
+// Output tiles of a call whose clusters meet, at most: each has eight counters.
+constexpr int GEMM_MEETING_COUNTERS = 8, GEMM_MOST_MEETINGS = MAX_BLOCKS / GEMM_MEETING_COUNTERS;
 
 // Clusters of so many blocks that run at the same time. One lies within a part of the GPU whose number of SMs is even
 // but no multiple of more: on an H200, 39 clusters of three and 30 of four find room.
@@ -146,28 +164,35 @@ inline int64_t estimated_ns(const GemmPlan& plan) {
   const GemmGrid& grid = plan.grid;
   const int64_t whole = int64_t(grid.k_tiles) * shape.tile_ns + GEMM_STORE_NS;
   const int64_t sent = int64_t(shape.store_steps()) * shape.step_bytes() * (grid.blocks - 1) / grid.blocks;
-  const int64_t slice = ceil_div(grid.k_tiles, grid.blocks) * shape.tile_ns + GEMM_STORE_NS +
-                        (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS;
+  const int64_t slice = ceil_div(grid.k_tiles, grid.blocks * grid.parts) * shape.tile_ns + GEMM_STORE_NS +
+                        (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS +
+                        (grid.parts - 1) * (GEMM_MEETING_NS + sent / GEMM_MEETING_BYTES_A_NS);
   return GEMM_START_NS + ceil_div(grid.pairs, grid.clusters) * whole + (grid.sliced_tiles() > 0 ? slice : 0);
 }
 
-// False when nothing fits, when an index would leave 32 bits, or when so many slices (1: none) leave SMs without work.
+// `slices` of the output tiles that are cut (1: none), or GEMM_FOUR_BY_TWO. False when nothing fits, when an index
+// would leave 32 bits, or when so many slices leave SMs without work.
 inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int shape_index, int slices, int sms,
                       int shared_limit, GemmPlan& plan) {
   const GemmShape shape = GEMM_SHAPES[shape_index];
   if (m > INT32_MAX - 1024 || n > INT32_MAX - 1024 || k > INT32_MAX / 2) return false;
   const int64_t token_tiles = ceil_div(m, shape.tokens), row_pairs = ceil_div(n, 2 * shape.block_rows());
   if (token_tiles > INT32_MAX / 4 / row_pairs) return false;
-  const int blocks = slices > 2 ? slices : 2, most = clusters_at_once(sms, blocks), k_tiles = int(k / GEMM_K);
-  const int shared = GemmShared(shape, format).total;
-  if (shared > shared_limit || slices > GEMM_MOST_SLICES || most == 0) return false;
+  const int parts = slices == GEMM_FOUR_BY_TWO ? 2 : 1, all_slices = parts == 2 ? 4 : slices;
+  const int blocks = parts == 1 && slices > 2 ? slices : 2, most = clusters_at_once(sms, blocks);
+  const int k_tiles = int(k / GEMM_K), shared = GemmShared(shape, format).total;
+  if (shared > shared_limit || all_slices > GEMM_MOST_SLICES || most == 0) return false;
   const int64_t all = token_tiles * row_pairs, sliced = slices == 1 ? 0 : slices == 2 ? all % most : all;
-  if (slices > 1 && (sliced == 0 || 2 * sliced > most || k_tiles < slices * GEMM_LEAST_TILES)) return false;
-  const int64_t wanted = all - sliced > 2 * sliced ? all - sliced : 2 * sliced;
+  const int64_t sliced_clusters = 2 * sliced * parts;
+  if (slices > 1 && (sliced == 0 || sliced_clusters > most || k_tiles < all_slices * GEMM_LEAST_TILES)) return false;
+  if (parts == 2 && (!shape.meets() || 2 * sliced > GEMM_MOST_MEETINGS)) return false;
+  const int64_t wanted = all - sliced > sliced_clusters ? all - sliced : sliced_clusters;
+  const int64_t sums = 2 * sliced * shape.store_steps() * shape.step_bytes();
   plan = {shape_index,
           {k_tiles, int(token_tiles), int(row_pairs), blocks, int(wanted < most ? wanted : most), int(all - sliced),
-           Divider(int(row_pairs) * OutTile::GROUP)},
-          shared};
+           parts, Divider(int(row_pairs) * OutTile::GROUP)},
+          shared,
+          parts == 2 ? sums + MAX_BLOCKS * 4 : 0};
   return true;
 }
 
@@ -176,7 +201,7 @@ inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes form
                            GemmPlan& best) {
   int64_t best_ns = INT64_MAX;
   for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
-    for (int slices = 1; slices <= GEMM_MOST_SLICES; ++slices) {
+    for (int slices = 1; slices <= GEMM_FOUR_BY_TWO; ++slices) {
       GemmPlan plan;
       if (!plan_gemm(m, n, k, format, shape, slices, sms, shared_limit, plan)) continue;
       const int64_t ns = estimated_ns(plan);

@@ -77,9 +77,9 @@ enum nf4l_linear_flags {
   NF4L_TRANSPOSED_OUTPUT = 4,
   // For tuning, in place of the launch table's choice: 1 + a shape in bits 8..15, those of the small-batch engine, then
   // those of the small wgmma engine, then those of the two prefill engines, of wgmma and of mma.sync; in bits 16..23
-  // slices of k for the first, least units a block for the second, slices of k of the last output tiles for the third,
-  // 1 for output tiles all whole for the last. 8-bit weights: the shapes of their engines. What a number stands
-  // for is known only beside the plans (*_plan.h) of the same build.
+  // slices of k for the first, least units a block for the second, slices of k of the last output tiles for the third
+  // (5: four, by two clusters), 1 for output tiles all whole for the last. 8-bit weights: the shapes of their engines.
+  // What a number stands for is known only beside the plans (*_plan.h) of the same build.
   NF4L_TUNE_SHAPE_SHIFT = 8,
   NF4L_TUNE_SLICES_SHIFT = 16
 };

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 SMS, SHARED = 132, 232448  # of an H200
 PLAN = (CSRC / "gemm_wgmma_plan.h").read_text()
 SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+)\}", PLAN)
-MOST_SLICES = 4
+FOUR_BY_TWO = 5  # in place of a number of slices: four, by two clusters
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -46,20 +46,24 @@ def numbers(text: str) -> list[int]:
 
 def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -> None:
     plan, *parts = answer.split(";")
-    tokens, block_rows, k_tiles, token_tiles, row_pairs, blocks, clusters, _, steps, shared, places = numbers(plan)
+    tokens, block_rows, k_tiles, token_tiles, row_pairs, blocks, clusters, _, meeting, *sizes = numbers(plan)
+    steps, shared, workspace, places = sizes
     assert k_tiles == k // 64 and token_tiles == -(-m // tokens) and row_pairs == -(-n // (2 * block_rows))
-    assert shared <= SHARED and clusters * blocks <= sms and blocks == max(slices, 2)
+    assert meeting == (2 if slices == FOUR_BY_TWO else 1) and blocks == (2 if meeting == 2 else max(slices, 2))
+    assert shared <= SHARED and clusters * blocks <= sms
     works, shares = parts[: clusters * blocks], parts[clusters * blocks :]
     assert len(shares) == blocks
     spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    sliced_tiles: dict[tuple[int, ...], set[tuple[int, int]]] = {}  # by their number
     for cluster in range(clusters):
         mine = [list(map(numbers, text.split(","))) for text in works[cluster * blocks : (cluster + 1) * blocks]]
         assert len(mine[0]) >= 1 and len({len(pieces) for pieces in mine}) == 1, "its blocks do everything together"
         for index, pieces in enumerate(zip(*mine, strict=True)):
-            places_of = [tuple(piece[3:]) for piece in pieces]
-            for sliced, begin, end, *where in pieces:
+            places_of = [tuple(piece[3:5]) for piece in pieces]
+            for sliced, begin, end, token_tile, row_block, *tile in pieces:
                 assert end > begin
-                spans.setdefault(tuple(where), []).append((begin, end))
+                spans.setdefault((token_tile, row_block), []).append((begin, end))
+                sliced_tiles.setdefault(tuple(tile), set()).add((token_tile, row_block))
                 assert sliced == pieces[0][0] and (not sliced or index == len(mine[0]) - 1), "the ring is empty then"
             if pieces[0][0]:
                 assert len(set(places_of)) == 1, "one tile"
@@ -72,7 +76,16 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -
     for cut in spans.values():
         cut.sort()
         assert cut[0][0] == 0 and cut[-1][1] == k_tiles and all(a[1] == b[0] for a, b in pairwise(cut))
-        assert len(cut) in (1, slices)
+        assert len(cut) in (1, 4 if meeting == 2 else slices)
+    sliced_tiles.pop((), None)
+    assert all(len(places) == 1 for places in sliced_tiles.values()), "a number each"
+    tiles = sorted(number for (number,) in sliced_tiles)
+    assert tiles == list(range(len(tiles)))
+    if meeting == 2:
+        assert steps % 4 == 0 and block_rows == 128 and len(tiles) * 8 <= 256, "eight counters a tile"
+        assert workspace == len(tiles) * tokens * block_rows * 4 + 256 * 4
+    else:
+        assert workspace == 0
     check_shares(shares, steps, places)
 
 
@@ -99,16 +112,20 @@ def check_shares(shares: list[str], steps: int, places: int) -> None:
     m=st.integers(1, 3000),
     n=st.integers(1, 20_000),
     tiles=st.integers(1, 300),
-    slices=st.integers(1, MOST_SLICES),
+    slices=st.integers(1, FOUR_BY_TWO),
     sms=st.sampled_from([1, 16, 78, 114, 132, 300]),
 )
 def test_every_tile_and_every_place_once(program, shape, m, n, tiles, slices, sms):
     tokens, consumers = map(int, SHAPES[shape][:2])
     (answer,) = ask(program, [question(shape, m, n, tiles * 64, slices=slices, sms=sms)])
     pairs = -(-m // tokens) * -(-n // (128 * consumers))
-    most = (sms * 7 // 8 if slices > 2 else sms) // max(2, slices)
-    sliced = 0 if slices == 1 or most == 0 else pairs % most if slices == 2 else pairs
-    if most == 0 or (slices > 1 and (sliced == 0 or 2 * sliced > most or tiles < 4 * slices)):
+    if slices == FOUR_BY_TWO:
+        fits = tokens in (128, 256) and consumers == 2 and pairs <= min(16, sms // 8) and tiles >= 16
+    else:
+        most = (sms * 7 // 8 if slices > 2 else sms) // max(2, slices)
+        sliced = 0 if slices == 1 or most == 0 else pairs % most if slices == 2 else pairs
+        fits = most > 0 and (slices == 1 or (0 < 2 * sliced <= most and tiles >= 4 * slices))
+    if not fits:
         assert answer == "none"
     else:
         check_walk(answer, m, n, tiles * 64, sms, slices)
@@ -139,7 +156,7 @@ def test_real_models_fit(program, shape):
         (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (128256, 4096),
         (1024, 4096), (576, 1536),
     )  # fmt: skip
-    asked = [(m, n, k, s) for n, k in shapes for m in (65, 128, 512, 4096) for s in (1, 2, 3, 4)]
+    asked = [(m, n, k, s) for n, k in shapes for m in (65, 128, 512, 4096) for s in range(1, FOUR_BY_TWO + 1)]
     answers = ask(program, [question(shape, m, n, k, slices=s) for m, n, k, s in asked])
     for answer, (m, n, k, slices) in zip(answers, asked, strict=True):
         if slices == 1 or answer != "none":
@@ -161,6 +178,7 @@ def test_what_does_not_fit_is_refused(program):
         question(3, 1, 128, 2**31),
         question(3, 2**30, 2**30, 64),  # more output tiles than 32-bit indices count
         question(3, 512, 4096, 4096, shared=101376),
-        question(3, 1, 64, 4096, slices=MOST_SLICES + 1),
+        question(3, 1, 64, 4096, slices=FOUR_BY_TWO + 1),
+        question(3, 1, 64, 4096, slices=FOUR_BY_TWO),  # of 192 rows
     ]
     assert ask(program, asked) == ["none"] * len(asked)

@@ -36,13 +36,13 @@ ROUNDS = 9
 CALLS, FEW_TOKENS = 12, 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
 # csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_plan.h
-# (tokens, warpgroups) with slices of K.
+# (tokens, warpgroups) with slices of K, of which four may be those of one cluster or of two.
 TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
 TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 3), (32, 4), (64, 2), (64, 3), (96, 2), (128, 2))
 TUNE_LEAST_UNITS = (1, 2, 4)
 TUNE_GEMM_SHAPES = ((64, 2), (96, 2), (128, 2), (128, 3), (160, 2), (192, 2), (224, 2), (256, 2))
-TUNE_GEMM_SLICES = (1, 2, 3, 4)
+TUNE_GEMM_SLICES = {"1": 1, "2": 2, "3": 3, "4": 4, "2+2": 5}
 # Tokens of the shapes of csrc/gemm_mma_plan.h, which come last, with all output tiles whole, or the last ones cut.
 TUNE_GEMM_MMA_SHAPES = (48, 64, 96, 128)
 TUNE_CUTS = {"cut": 0, "whole": 1}
@@ -106,8 +106,8 @@ class BenchWeight:
         if m > 64:
             first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES)
             for index, (tokens, warpgroups) in enumerate(TUNE_GEMM_SHAPES, first):
-                for slices in TUNE_GEMM_SLICES:
-                    yield f"gemm{tokens}x{warpgroups}/{slices}", native.tuned(index, slices)
+                for slices, value in TUNE_GEMM_SLICES.items():
+                    yield f"gemm{tokens}x{warpgroups}/{slices}", native.tuned(index, value)
         if m > 32:
             first = len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES) + len(TUNE_GEMM_SHAPES)
             for index, tokens in enumerate(TUNE_GEMM_MMA_SHAPES, first):

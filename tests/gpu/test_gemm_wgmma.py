@@ -46,11 +46,13 @@ def slices_of(shape: int, spec: FourBitSpec, tokens: int) -> list[int]:
     pairs = -(-tokens // width) * -(-spec.n // (128 * consumers))
 
     def fits(slices: int) -> bool:
+        if slices == TUNE_GEMM_SLICES["2+2"]:
+            return width in (128, 256) and consumers == 2 and pairs <= min(16, sms // 8) and spec.k >= 1024
         room = sms // 2 if slices == 2 else sms * 7 // 8 // slices
         sliced = pairs % room if slices == 2 else pairs
         return 0 < 2 * sliced <= room and spec.k >= 256 * slices
 
-    return [slices for slices in TUNE_GEMM_SLICES if slices == 1 or fits(slices)]
+    return [slices for slices in TUNE_GEMM_SLICES.values() if slices == 1 or fits(slices)]
 
 
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.

@@ -1,10 +1,10 @@
 // Walks for tests/test_gemm_plan.py what csrc/gemm_wgmma_plan.h deals to the blocks. One question a line on standard
 // input:
 //   shape m n k slices sms shared_bytes
-// one answer a line: "none", or the plan (tokens block_rows k_tiles token_tiles row_pairs blocks clusters pairs steps
-// shared, and the sums of a step that fit where x has been); behind ';' for each block behind ',' each of its pieces:
-// sliced begin end token_tile row_block; and at the end, behind ';' for each slice, behind ',' for each step: the step,
-// its owner and, if that is another slice, the place there.
+// one answer a line: "none", or the plan (tokens block_rows k_tiles token_tiles row_pairs blocks clusters pairs parts
+// steps shared workspace, and the sums of a step that fit where x has been); behind ';' for each block behind ',' each
+// of its pieces: sliced begin end token_tile row_block, and for a slice the number of its tile; and at the end, behind
+// ';' for each slice, behind ',' for each step: the step, its owner and, if that is another slice, the place there.
 //   estimate shape m n k slices sms shared_bytes
 // "none", or how long the plan should take, in nanoseconds.
 //   divide n d
@@ -46,14 +46,16 @@ int main() {
     const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
     const nf4l::GemmGrid& g = plan.grid;
     std::cout << s.tokens << ' ' << s.block_rows() << ' ' << g.k_tiles << ' ' << g.token_tiles << ' ' << g.row_pairs
-              << ' ' << g.blocks << ' ' << g.clusters << ' ' << g.pairs << ' ' << s.store_steps() << ' '
-              << plan.shared_bytes << ' ' << s.stages * s.x_bytes() / s.step_bytes();
+              << ' ' << g.blocks << ' ' << g.clusters << ' ' << g.pairs << ' ' << g.parts << ' '
+              << s.store_steps() << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
+              << s.stages * s.x_bytes() / s.step_bytes();
     for (int block = 0; block < g.clusters * g.blocks; ++block) {
       std::cout << ';';
       nf4l::GemmWork work(g, block / g.blocks, block % g.blocks);
       for (bool first = true; work.next(); first = false) {
         std::cout << (first ? "" : ",") << work.sliced << ' ' << work.begin << ' ' << work.end << ' ' << work.token_tile
                   << ' ' << work.row_block;
+        if (work.sliced) std::cout << ' ' << work.sliced_tile();
       }
     }
     const nf4l::GemmShares shares = {g.blocks};
