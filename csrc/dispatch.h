@@ -61,13 +61,13 @@ struct WgmmaRow {
   int shape;                            // in SMALL_WGMMA_SHAPES
 };
 
-// Smaller weights, and small ones with long rows (1024x8192: 8.3 for 7.9), leave too few bursts a block: its start and
-// the sums between blocks weigh more than what is gained.
+// Smaller weights, and small ones with long rows (1024x8192: 8.3 for 7.9) or short ones (4096x1024: 6.5 for 5.4), leave
+// too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k            n * k                    shape                      (the other engine, or another shape)
     {9, 16, 12'288, ANY, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)
     {9, 16, 0, ANY, 100'000'000, ANY, small_wgmma_shape(16, 4)},              // 28672x4096 25.5 (27.8)
-    {17, 32, 0, 4096, 4'000'000, 15'000'000, small_wgmma_shape(32, 2)},       // 2048x4096 7.0 (8.1)
+    {17, 32, 2048, 4096, 4'000'000, 15'000'000, small_wgmma_shape(32, 2)},    // 2048x4096 7.0 (8.1)
     {17, 32, 0, ANY, 20'000'000, 32'000'000, small_wgmma_shape(32, 3)},       // 6144x4096 12.1 (12.7)
     {17, 32, 0, ANY, 15'000'000, 70'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.0 (11.1)
     {17, 32, 0, ANY, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 57344x8192 93.7 (105)
