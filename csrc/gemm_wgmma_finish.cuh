@@ -21,7 +21,7 @@ namespace nf4l {
 // Nobody waits in a circle. Who brings needs steps of that half from its neighbour in the cluster, which may wait
 // before it has sent them only to add its own first half. That is brought by a block in its second half, whose
 // neighbour sends the steps of that half before it waits, unless it waits to add its own first half too: for the one
-// that needed the steps, which would then be in its second half.
+// that needed the steps, which would then be in its second half. tests/test_gemm_meeting.py goes through all orders.
 //
 // A counter of the two blocks of the same rank: 1 for each that has asked, 2 when the sums are in memory; 0 again when
 // that has been seen.
