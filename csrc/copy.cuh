@@ -176,7 +176,7 @@ __device__ __forceinline__ unsigned atom_add_if(unsigned* p, unsigned v, bool wa
       "{.reg .pred q; setp.ne.b32 q, %3, 0;\n"
       "mov.b32 %0, 0;\n"
       "@q atom.add.relaxed.gpu.global.u32 %0, [%1], %2;}"
-      : "=r"(before)
+      : "=&r"(before)
       : "l"(p), "r"(v), "r"(static_cast<int>(wanted))
       : "memory");
   return before;

@@ -61,8 +61,8 @@ struct WgmmaRow {
   int shape;                            // in SMALL_WGMMA_SHAPES
 };
 
-// Smaller weights, and small ones with long rows (1024x8192: 8.3 for 7.9) or short ones (4096x1024: 6.5 for 5.4), leave
-// too few bursts a block: its start and the sums between blocks weigh more than what is gained.
+// Smaller weights, and small ones with long rows (17 tokens: 1024x8192 8.3 for 7.9) or short ones (4096x1024 6.5 for
+// 5.4), leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k            n * k                    shape                      (the other engine, or another shape)
     {9, 16, 12'288, ANY, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)

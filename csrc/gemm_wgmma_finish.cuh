@@ -23,8 +23,8 @@ namespace nf4l {
 // neighbour sends the steps of that half before it waits, unless it waits to add its own first half too: for the one
 // that needed the steps, which would then be in its second half. tests/test_gemm_meeting.py goes through all orders.
 //
-// A counter of the two blocks of the same rank: 1 for each that has asked, 2 when the sums are in memory; 0 again when
-// that has been seen.
+// A counter for each half, rank and warpgroup of a tile: 1 for each of the two that has asked, 2 when the sums are in
+// memory; 0 again when that has been seen.
 struct GemmMeeting {
   unsigned* counters;     // of halves, `stride` apart
   const int stride;
@@ -139,6 +139,7 @@ struct GemmFinish {
     }
   }
 
+  static_assert(!S.meets() || 4 * S.consumers <= GEMM_MEETING_COUNTERS);
   __device__ __forceinline__ GemmMeeting meeting_of(const GemmWork& work) const {
     unsigned* counters = args.meetings + (work.sliced_tile() * 2 + work.rank) * 2 * S.consumers + warpgroup;
     return {counters, S.consumers, ring.ticket(warpgroup), warpgroup, thread};
@@ -149,8 +150,8 @@ struct GemmFinish {
                                        int step, int& stored) const {
     constexpr int HALF = STEPS / 2;
     const int half = step / HALF ^ work.part, in_half = step % HALF;
-    const int place = ((work.sliced_tile() * 2 + work.rank) * 2 + half) * (HALF / 2) + in_half / 2;
-    float4* at = args.sums + (place * S.consumers + warpgroup) * (STEP_VECTORS * WARPGROUP) + thread;
+    const int slot = ((work.sliced_tile() * 2 + work.rank) * 2 + half) * (HALF / 2) + in_half / 2;
+    float4* at = args.sums + (slot * S.consumers + warpgroup) * (STEP_VECTORS * WARPGROUP) + thread;
     float* sum = sums + step * STEP_VECTORS * 4;
     if (in_half < 2) meeting.enter(half);
     if (meeting.brings) {
@@ -177,7 +178,7 @@ struct GemmFinish {
     return {{bias_of(row), bias_of(row + 8)}, first_row + lane % CHUNKS * 8, work.token_tile * S.tokens + first_line()};
   }
 
-  // A step, to where the tile's step `place` belongs. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and
+  // A step, to where the tile's step `token_step` belongs. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and
   // 2 t + 1 of each eight; y wants neighbouring rows together, so 8x8 matrices are transposed on the way into a buffer
   // of STORE_TOKENS lines of 64 rows, whose chunks of eight rows are swizzled for the banks' sake. From there a warp
   // stores whole lines, four at once: the load-store unit takes a cycle for each line that an instruction touches.
@@ -186,7 +187,8 @@ struct GemmFinish {
     return thread / WARP * (S.STORE_TOKENS / 4) + thread % WARP / CHUNKS;
   }
 
-  __device__ __forceinline__ void store(const Sums& sums, const GemmRows& rows, int step, int place, int which) const {
+  __device__ __forceinline__ void store(const Sums& sums, const GemmRows& rows, int step, int token_step,
+                                        int which) const {
     const int lane = thread % WARP, warp = thread / WARP;
     const uint32_t buffer = buffers + which * (S.STORE_TOKENS * LINE_BYTES);
     const float2 bias = rows.bias;
@@ -201,7 +203,7 @@ struct GemmFinish {
     bar_sync(2 + warpgroup, WARPGROUP);
 #pragma unroll
     for (int i = 0; i < S.STORE_TOKENS / 4; i += LINES) {
-      const int line = first_line() + i, token = rows.token + place * S.STORE_TOKENS + i;
+      const int line = first_line() + i, token = rows.token + token_step * S.STORE_TOKENS + i;
       if (token >= args.m) continue;
       uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + rows.column;
       put(buffer + line * LINE_BYTES + ((lane % CHUNKS ^ line % 8) << 4), to, args.n - rows.column);

@@ -144,9 +144,10 @@ struct GemmPlan {
 };
 
 // What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large
-// clusters, for each block but one, and sums that are sent and read; and the meeting of two clusters.
+// clusters, for each block but one, and sums that are sent and read; and the meeting of two clusters, with a
+// microsecond for doubt.
 constexpr int GEMM_START_NS = 3200, GEMM_STORE_NS = 2000, GEMM_SLICE_NS = 500, GEMM_SLICE_BYTES_A_NS = 45;
-constexpr int GEMM_MEETING_NS = 600, GEMM_MEETING_BYTES_A_NS = 19;
+constexpr int GEMM_MEETING_NS = 1600, GEMM_MEETING_BYTES_A_NS = 19;
 // Slices of an output tile at most, so blocks of a cluster. More than two only where there are no pairs.
 constexpr int GEMM_MOST_SLICES = 4;
 // In place of a number of slices: four, by two clusters of two.

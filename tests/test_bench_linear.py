@@ -169,6 +169,13 @@ def test_tuning_tries_the_shapes_that_are_compiled(file, pattern, tried):
     assert tuple(tuple(map(int, shape)) for shape in re.findall(pattern, text)) == tried
 
 
+def test_tuning_tries_every_number_of_slices():
+    text = (Path(__file__).parents[1] / "csrc/gemm_wgmma_plan.h").read_text()
+    most = int(re.search(r"GEMM_MOST_SLICES = (\d);", text).group(1))
+    assert "GEMM_FOUR_BY_TWO = GEMM_MOST_SLICES + 1" in text
+    assert {str(n): n for n in range(1, most + 1)} | {"2+2": most + 1} == linear.TUNE_GEMM_SLICES
+
+
 def test_tuning_tries_the_mma_shapes_too():
     text = (Path(__file__).parents[1] / "csrc/gemm_mma_plan.h").read_text()
     assert tuple(map(int, re.findall(r"\{(\d+), \d+\}", text))) == linear.TUNE_GEMM_MMA_SHAPES

@@ -19,7 +19,9 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 SMS, SHARED = 132, 232448  # of an H200
 PLAN = (CSRC / "gemm_wgmma_plan.h").read_text()
 SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+)\}", PLAN)
-FOUR_BY_TWO = 5  # in place of a number of slices: four, by two clusters
+assert "GEMM_FOUR_BY_TWO = GEMM_MOST_SLICES + 1" in PLAN
+# In place of a number of slices: four, by two clusters.
+FOUR_BY_TWO = int(re.search(r"GEMM_MOST_SLICES = (\d);", PLAN).group(1)) + 1
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -45,13 +47,13 @@ def numbers(text: str) -> list[int]:
 
 
 def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -> None:
-    plan, *parts = answer.split(";")
-    tokens, block_rows, k_tiles, token_tiles, row_pairs, blocks, clusters, _, meeting, *sizes = numbers(plan)
+    plan, *texts = answer.split(";")
+    tokens, block_rows, k_tiles, token_tiles, row_pairs, blocks, clusters, _, parts, *sizes = numbers(plan)
     steps, shared, workspace, places = sizes
     assert k_tiles == k // 64 and token_tiles == -(-m // tokens) and row_pairs == -(-n // (2 * block_rows))
-    assert meeting == (2 if slices == FOUR_BY_TWO else 1) and blocks == (2 if meeting == 2 else max(slices, 2))
+    assert parts == (2 if slices == FOUR_BY_TWO else 1) and blocks == (2 if parts == 2 else max(slices, 2))
     assert shared <= SHARED and clusters * blocks <= sms
-    works, shares = parts[: clusters * blocks], parts[clusters * blocks :]
+    works, shares = texts[: clusters * blocks], texts[clusters * blocks :]
     assert len(shares) == blocks
     spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
     sliced_tiles: dict[tuple[int, ...], set[tuple[int, int]]] = {}  # by their number
@@ -76,12 +78,12 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -
     for cut in spans.values():
         cut.sort()
         assert cut[0][0] == 0 and cut[-1][1] == k_tiles and all(a[1] == b[0] for a, b in pairwise(cut))
-        assert len(cut) in (1, 4 if meeting == 2 else slices)
+        assert len(cut) in (1, 4 if parts == 2 else slices)
     sliced_tiles.pop((), None)
     assert all(len(places) == 1 for places in sliced_tiles.values()), "a number each"
     tiles = sorted(number for (number,) in sliced_tiles)
     assert tiles == list(range(len(tiles)))
-    if meeting == 2:
+    if parts == 2:
         assert steps % 4 == 0 and block_rows == 128 and len(tiles) * 8 <= 256, "eight counters a tile"
         assert workspace == len(tiles) * tokens * block_rows * 4 + 256 * 4
     else:
@@ -142,7 +144,7 @@ def test_division_without_dividing(program, n, divisor, near):
     assert answers == [f"{value // divisor} {value // divisor}" for value in (n, near_multiple)]
 
 
-@pytest.mark.parametrize("slices", [1, 2])
+@pytest.mark.parametrize("slices", [1, 2, FOUR_BY_TWO])
 def test_costs_of_the_longest_rows_that_are_taken(program, slices):
     """In 64 bits: an estimate that turned negative would beat everything."""
     short, long = (f"estimate {question(len(SHAPES) - 1, 256, 4096, k, slices=slices)}" for k in (2**20, 2**30 - 64))
@@ -180,5 +182,9 @@ def test_what_does_not_fit_is_refused(program):
         question(3, 512, 4096, 4096, shared=101376),
         question(3, 1, 64, 4096, slices=FOUR_BY_TWO + 1),
         question(3, 1, 64, 4096, slices=FOUR_BY_TWO),  # of 192 rows
+        question(0, 1, 64, 4096, slices=FOUR_BY_TWO),  # of 64 tokens
+        question(2, 1, 17 * 256, 4096, slices=FOUR_BY_TWO),  # more output tiles than there are counters
+        question(2, 1, 64, 960, slices=FOUR_BY_TWO),  # three k tiles a slice
+        question(2, 1, 64, 4096, slices=FOUR_BY_TWO, sms=7),
     ]
     assert ask(program, asked) == ["none"] * len(asked)

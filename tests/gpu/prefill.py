@@ -168,7 +168,7 @@ def test_what_shared_memory_held_does_not_matter(library, engine, shape):
     width = engine.widths[shape]
     nans = torch.full((width, bad.k), torch.nan, device="cuda", dtype=torch.float16)
     for double_quant in (False, True):
-        spec = FourBitSpec("nf4", 1000, 832, double_quant=double_quant)
+        spec = FourBitSpec("nf4", 1000, 1088, double_quant=double_quant)
         packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
         x = torch.randn(width - 1, spec.k, device="cuda", dtype=torch.float16)
         for cut in engine.cuts(shape, spec, width - 1):

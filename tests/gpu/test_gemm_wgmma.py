@@ -9,6 +9,7 @@ import torch
 from fused import random_weight
 from order_of_work import (  # noqa: F401
     test_graphs_replay_on_new_inputs,
+    test_two_graphs_at_once,
     test_two_streams_at_once,
     test_waits_for_the_kernel_that_writes_the_activations,
 )
@@ -68,13 +69,16 @@ def library(library):
     return library
 
 
-# (spec, tokens, flags): output tiles of four blocks, of two, of one, and of one and then of two.
+# (spec, tokens, flags): output tiles of four blocks, of two, of one, and of one and then of two; and of four blocks of
+# two clusters, which count in memory.
 ORDERED = (
     (FourBitSpec("nf4", 256, 8192), 100, ENGINE.tuned(SHAPES.index(128), 4)),
     (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), 2)),
     (FourBitSpec("nf4", 8192, 1024), 600, ENGINE.tuned(SHAPES.index(192), 1)),
     (FourBitSpec("nf4", 2048, 1024), 300, ENGINE.tuned(SHAPES.index(256), 1)),
     (FourBitSpec("nf4", 8192, 1024), 600, ENGINE.tuned(SHAPES.index(256), 2)),
+    (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), TUNE_GEMM_SLICES["2+2"])),
+    (FourBitSpec("nf4", 2048, 4096), 250, ENGINE.tuned(SHAPES.index(128), TUNE_GEMM_SLICES["2+2"])),
 )
 
 

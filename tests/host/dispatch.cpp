@@ -2,10 +2,11 @@
 //   arch sms shared_bytes dtype format layout n k blocksize nested m flags x_offset
 // one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
 // workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
-// gemm_wgmma (tokens consumers token_tiles row_pairs blocks clusters pairs shared), for gemm_mma (tokens stages blocks
-// whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles parts base extra stages
-// shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra shared workspace), for
-// gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared workspace).
+// gemm_wgmma (tokens consumers token_tiles row_pairs blocks clusters pairs parts shared workspace), for gemm_mma
+// (tokens stages blocks whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles
+// parts base extra stages shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra
+// shared workspace), for gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared
+// workspace).
 #include <iostream>
 #include <sstream>
 #include <string>
@@ -94,7 +95,7 @@ int main() {
         const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
         std::cout << "gemm_wgmma " << shape.tokens << ' ' << shape.consumers << ' ' << p.grid.token_tiles << ' '
                   << p.grid.row_pairs << ' ' << p.grid.blocks << ' ' << p.grid.clusters << ' ' << p.grid.pairs << ' '
-                  << p.shared_bytes << '\n';
+                  << p.grid.parts << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
         break;
       }
     }
