@@ -102,9 +102,7 @@ struct GemmConsumer {
       wgmma_m64k16<T>(sums, a[step], tokens + 2 * step, add || step > 0);
       wgmma_commit_group();
       wgmma_wait_group<AHEAD>();
-      if (step == AHEAD - 1) {
-        if (add) release(before);
-      }
+      if (step == AHEAD - 1 && add) release(before);
       if (step + AHEAD == K_STEPS) scale = next_scale;
       decoder.finish(looked, scale, a[(step + AHEAD) % SETS]);
       if (step + 1 < K_STEPS) looked = decoder.look_up(step == 0 ? last : words[step - 1]);

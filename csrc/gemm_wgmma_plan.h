@@ -81,7 +81,8 @@ struct GemmGrid {
   Divider groups;  // by row_pairs * OutTile::GROUP
 
   NF4L_HD constexpr int sliced_tiles() const { return 2 * (token_tiles * row_pairs - pairs); }
-  NF4L_HD constexpr int first_k(int slice) const { return small_quotient(k_tiles * slice, blocks * parts); }
+  NF4L_HD constexpr int slices() const { return blocks * parts; }  // of a sliced tile
+  NF4L_HD constexpr int first_k(int slice) const { return small_quotient(k_tiles * slice, slices()); }
 };
 
 // A block's work, one piece after the other: k tiles begin .. end - 1 of an output tile.
@@ -165,7 +166,7 @@ inline int64_t estimated_ns(const GemmPlan& plan) {
   const GemmGrid& grid = plan.grid;
   const int64_t whole = int64_t(grid.k_tiles) * shape.tile_ns + GEMM_STORE_NS;
   const int64_t sent = int64_t(shape.store_steps()) * shape.step_bytes() * (grid.blocks - 1) / grid.blocks;
-  const int64_t slice = ceil_div(grid.k_tiles, grid.blocks * grid.parts) * shape.tile_ns + GEMM_STORE_NS +
+  const int64_t slice = ceil_div(grid.k_tiles, grid.slices()) * shape.tile_ns + GEMM_STORE_NS +
                         (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS +
                         (grid.parts - 1) * (GEMM_MEETING_NS + sent / GEMM_MEETING_BYTES_A_NS);
   return GEMM_START_NS + ceil_div(grid.pairs, grid.clusters) * whole + (grid.sliced_tiles() > 0 ? slice : 0);

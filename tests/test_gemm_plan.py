@@ -11,6 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gemm_slices import FOUR_BY_TWO, can_be_cut
+
 HOST = Path(__file__).parent / "host"
 CSRC = Path(__file__).parents[1] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -19,9 +21,6 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 SMS, SHARED = 132, 232448  # of an H200
 PLAN = (CSRC / "gemm_wgmma_plan.h").read_text()
 SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+)\}", PLAN)
-assert "GEMM_FOUR_BY_TWO = GEMM_MOST_SLICES + 1" in PLAN
-# In place of a number of slices: four, by two clusters.
-FOUR_BY_TWO = int(re.search(r"GEMM_MOST_SLICES = (\d);", PLAN).group(1)) + 1
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -121,16 +120,10 @@ def test_every_tile_and_every_place_once(program, shape, m, n, tiles, slices, sm
     tokens, consumers = map(int, SHAPES[shape][:2])
     (answer,) = ask(program, [question(shape, m, n, tiles * 64, slices=slices, sms=sms)])
     pairs = -(-m // tokens) * -(-n // (128 * consumers))
-    if slices == FOUR_BY_TWO:
-        fits = tokens in (128, 256) and consumers == 2 and pairs <= min(16, sms // 8) and tiles >= 16
-    else:
-        most = (sms * 7 // 8 if slices > 2 else sms) // max(2, slices)
-        sliced = 0 if slices == 1 or most == 0 else pairs % most if slices == 2 else pairs
-        fits = most > 0 and (slices == 1 or (0 < 2 * sliced <= most and tiles >= 4 * slices))
-    if not fits:
-        assert answer == "none"
-    else:
+    if can_be_cut(tokens, consumers, pairs, tiles, slices, sms):
         check_walk(answer, m, n, tiles * 64, sms, slices)
+    else:
+        assert answer == "none"
 
 
 NUMBERS = st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 1, 2**31 - 1]))

@@ -44,6 +44,19 @@ def launch(
     return y if library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags) else None
 
 
+def written_alone(write: Callable[[Tensor], bool], shape: tuple[int, int], shift: int) -> Tensor:
+    """What write(y) makes of y, NaN before, `shift` elements off in a buffer whose other elements must stay."""
+    size = shape[0] * shape[1]
+    buffer = torch.full((size + 128,), 12345.0, device="cuda", dtype=torch.bfloat16)
+    sentinel = buffer[0].item()
+    y = buffer[64 + shift : 64 + shift + size].view(shape)
+    y.fill_(torch.nan)
+    assert write(y)
+    outside = torch.cat((buffer[: 64 + shift], buffer[64 + shift + size :]))
+    assert (outside == sentinel).all(), shift
+    return y
+
+
 def any_weight(spec: WeightSpec) -> tuple[WeightSpec, dict[str, Tensor], dict[str, Tensor]]:
     """The spec, canonical and packed tensors of a quantized weight, another one each time."""
     canonical = fresh_weight(spec, seed=torch.randint(2**31, ()).item(), device="cuda")

@@ -29,6 +29,7 @@ from prefill import (  # noqa: F401
     weight,
 )
 
+from gemm_slices import FOUR_BY_TWO, can_be_cut
 from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_GEMM_SLICES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
 
@@ -45,15 +46,8 @@ def slices_of(shape: int, spec: FourBitSpec, tokens: int) -> list[int]:
     sms = torch.cuda.get_device_properties(0).multi_processor_count
     width, consumers = TUNE_GEMM_SHAPES[shape]
     pairs = -(-tokens // width) * -(-spec.n // (128 * consumers))
-
-    def fits(slices: int) -> bool:
-        if slices == TUNE_GEMM_SLICES["2+2"]:
-            return width in (128, 256) and consumers == 2 and pairs <= min(16, sms // 8) and spec.k >= 1024
-        room = sms // 2 if slices == 2 else sms * 7 // 8 // slices
-        sliced = pairs % room if slices == 2 else pairs
-        return 0 < 2 * sliced <= room and spec.k >= 256 * slices
-
-    return [slices for slices in TUNE_GEMM_SLICES.values() if slices == 1 or fits(slices)]
+    k_tiles = spec.k // 64
+    return [slices for slices in TUNE_GEMM_SLICES.values() if can_be_cut(width, consumers, pairs, k_tiles, slices, sms)]
 
 
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.
@@ -77,8 +71,8 @@ ORDERED = (
     (FourBitSpec("nf4", 8192, 1024), 600, ENGINE.tuned(SHAPES.index(192), 1)),
     (FourBitSpec("nf4", 2048, 1024), 300, ENGINE.tuned(SHAPES.index(256), 1)),
     (FourBitSpec("nf4", 8192, 1024), 600, ENGINE.tuned(SHAPES.index(256), 2)),
-    (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), TUNE_GEMM_SLICES["2+2"])),
-    (FourBitSpec("nf4", 2048, 4096), 250, ENGINE.tuned(SHAPES.index(128), TUNE_GEMM_SLICES["2+2"])),
+    (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), FOUR_BY_TWO)),
+    (FourBitSpec("nf4", 2048, 4096), 250, ENGINE.tuned(SHAPES.index(128), FOUR_BY_TWO)),
 )
 
 

@@ -1,0 +1,14 @@
+"""Which slices of k the prefill engine of Hopper takes: the conditions of plan_gemm in csrc/gemm_wgmma_plan.h."""
+
+from nf4linear.bench.linear import TUNE_GEMM_SLICES
+
+FOUR_BY_TWO = TUNE_GEMM_SLICES["2+2"]  # in place of a number of slices: four, by two clusters
+
+
+def can_be_cut(width: int, consumers: int, pairs: int, k_tiles: int, slices: int, sms: int) -> bool:
+    """Of a shape (tokens, warpgroups) and a call of so many pairs of output tiles, on so many SMs."""
+    if slices == FOUR_BY_TWO:
+        return width in (128, 256) and consumers == 2 and pairs <= min(16, sms // 8) and k_tiles >= 16
+    room = (sms * 7 // 8 if slices > 2 else sms) // max(2, slices)
+    sliced = 0 if slices == 1 or room == 0 else pairs % room if slices == 2 else pairs
+    return room > 0 and (slices == 1 or (0 < 2 * sliced <= room and k_tiles >= 4 * slices))
