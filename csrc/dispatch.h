@@ -8,6 +8,7 @@
 #include <stdint.h>
 
 #include "device_info.h"
+#include "dequantize_cost.h"
 #include "dispatch_w8.h"
 #include "gemm_mma_plan.h"
 #include "gemm_wgmma_plan.h"
@@ -61,8 +62,9 @@ struct WgmmaRow {
   int shape;                            // in SMALL_WGMMA_SHAPES
 };
 
-// Smaller weights, and small ones with long rows (17 tokens: 1024x8192 8.3 for 7.9) or short ones (4096x1024 6.5 for
-// 5.4), leave too few bursts a block: its start and the sums between blocks weigh more than what is gained.
+// Up to 32 tokens, smaller weights, and small ones with long rows (17 tokens: 1024x8192 8.3 for 7.9) or short ones
+// (4096x1024 6.5 for 5.4), leave too few bursts a block: its start and the sums between blocks weigh more than what is
+// gained. With more tokens it is up against two launches (96: 896x896 7.0 for 6.3; 128: 2048x1024 7.8 for 7.5).
 constexpr WgmmaRow WGMMA_TABLE[] = {
     // m    k            n * k                    shape                      (the other engine, or another shape)
     {9, 16, 12'288, ANY, 40'000'000, 100'000'000, small_wgmma_shape(16, 4)},  // 4096x14336 16.7 (18.1)
@@ -72,24 +74,18 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {17, 32, 0, ANY, 15'000'000, 70'000'000, small_wgmma_shape(32, 2)},       // 4096x4096 10.0 (11.1)
     {17, 32, 0, ANY, 70'000'000, ANY, small_wgmma_shape(32, 4)},              // 57344x8192 93.7 (105)
     {33, 64, 0, ANY, 20'000'000, 32'000'000, small_wgmma_shape(64, 3)},       // 6144x4096 14.8 (15.0)
-    {33, 64, 0, ANY, 4'000'000, ANY, small_wgmma_shape(64, 2)},               // 4096x4096 11.4, 57344x8192 129
-    {65, 96, 0, ANY, 4'000'000, ANY, small_wgmma_shape(96, 2)},               // 4096x4096 13.2 (128 tokens: 15.2)
-    {97, 128, 0, ANY, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x4096 15.1, 28672x4096 58.7
+    {33, 64, 0, ANY, 750'000, ANY, small_wgmma_shape(64, 2)},                 // 896x896 5.8 (6.3), 4096x4096 11.4
+    {65, 96, 0, ANY, 1'000'000, ANY, small_wgmma_shape(96, 2)},               // 512x2048 6.8 (7.9), 4096x4096 13.2
+    {97, 128, 1536, ANY, 1'000'000, ANY, small_wgmma_shape(128, 2)},          // 512x2048 7.6 (8.1), 4096x4096 15.1
+    {97, 128, 0, ANY, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x1024 8.8 (9.6)
 };
-// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less: the sums of many blocks
-// would take longer than their work.
-constexpr int LEAST_TILES = 8;
 
 // What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 256 of
 // them; before that, where its output tiles make waves that are far from full.
 constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 3072, GEMM_FIRST_WEIGHTS = 4'000'000;
 
-// About how long dequantize + GEMM takes, in nanoseconds: 2.5 bytes a weight at 4.2 TB/s; 770 TFLOP/s, but of few
-// output tiles what one of them takes (128 to 512 tokens: 1024x4096 9 to 10 us, 1024x8192 12 to 19).
-inline int64_t dequantize_gemm_ns(int64_t m, int64_t n, int64_t k) {
-  const int64_t dequantize = n * k / 1680 + 3000, gemm = m * n / 385 * k / 1000, least = 7000 + k * 4 / 5;
-  return dequantize + (gemm < least ? least : gemm);
-}
+// The prefill engine's estimate is of short calls. Long ones take some 7 % more: the clock falls.
+constexpr int64_t at_the_power_cap(int64_t ns) { return ns > 40'000 ? ns + (ns - 40'000) / 14 : ns; }
 
 // Rows of the mma.sync prefill engine, for GPUs without wgmma. They are measured on an H200 that runs the code of
 // sm_80, against dequantize + GEMM, whose GEMM has wgmma there and is nearly twice as fast as the engine can be; on
@@ -163,7 +159,8 @@ struct Picker {
     if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
     if (w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
     if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, sms, shared, launch.gemm_wgmma)) return false;
-    if (estimated_ns(launch.gemm_wgmma) > dequantize_gemm_ns(a.m, w.n, w.k)) return false;
+    const int64_t other_ns = dequantize_gemm_ns(a.m, w.n, w.k, w.n * w.k * 5 / 2);
+    if (at_the_power_cap(estimated_ns(launch.gemm_wgmma)) > other_ns) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }
@@ -198,7 +195,7 @@ struct Picker {
     for (const WgmmaRow& row : WGMMA_TABLE) {
       if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first || w.k > row.k_last) continue;
       if (weights < row.weights_first || weights > row.weights_last) continue;
-      return small_wgmma(row.shape, LEAST_TILES / SMALL_WGMMA_SHAPES[row.shape].burst);
+      return small_wgmma(row.shape, least_units(SMALL_WGMMA_SHAPES[row.shape].burst, w.k));
     }
     return false;
   }

@@ -10,6 +10,7 @@
 
 #include <initializer_list>
 
+#include "dequantize_cost.h"
 #include "device_info.h"
 #include "gemm_w8_plan.h"
 #include "layout.h"
@@ -42,37 +43,39 @@ struct SmallWgmmaW8Row {
   int shape;                            // in SMALL_WGMMA_W8_SHAPES
 };
 constexpr SmallWgmmaW8Row SMALL_WGMMA_W8_TABLE[] = {
-    // m    k       n * k               shape                            (the other engine, or another shape)
-    {2, 8, 16'384, 100'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},  // 8192x28672 61.2 | 58.8 (64.3 | 63.1)
-    {9, 16, 8'192, 50'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},   // 57344x8192 117 | 116 (129 | 129)
-    {17, 32, 0, 0, 20'000'000, small_wgmma_w8_shape(32, 2, 2)},        // 10.0 | 8.9 (bursts of four: 10.4 | 9.6)
-    {17, 32, 0, 20'000'000, ANY, small_wgmma_w8_shape(32, 2, 4)},      // 28672x4096 36.2 | 33.7 (42.8 | 40.9)
-    {33, 64, 0, 0, 20'000'000, small_wgmma_w8_shape(64, 2, 2)},        // 10.9 | 9.9 (bursts of four: 11.3 | 10.9)
-    {33, 64, 0, 20'000'000, ANY, small_wgmma_w8_shape(64, 2, 4)},      // 28672x4096 38.8 | 37.5 (42.9 | 41.1)
+    // m    k       n * k               shape                              (the other engine, or another shape)
+    {2, 8, 16'384, 100'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},    // 8192x28672 61.2 | 58.8 (64.3 | 63.1)
+    {9, 16, 8'192, 50'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},     // 57344x8192 117 | 116 (129 | 129)
+    {17, 32, 0, 0, 20'000'000, small_wgmma_w8_shape(32, 2, 2)},          // 10.0 | 8.9 (bursts of four: 10.4 | 9.6)
+    {17, 32, 0, 20'000'000, ANY, small_wgmma_w8_shape(32, 2, 4)},        // 28672x4096 36.2 | 33.7 (42.8 | 40.9)
+    {33, 64, 0, 1'000'000, 20'000'000, small_wgmma_w8_shape(64, 2, 2)},  // 10.9 | 9.9, 896x896 8.0 | 6.5 (GEMM: 6.1)
+    {33, 64, 0, 20'000'000, ANY, small_wgmma_w8_shape(64, 2, 4)},        // 28672x4096 38.8 | 37.5 (42.9 | 41.1)
 };
-// A block's share of a small weight, in tiles of 64 rows by 64 inputs a warpgroup, and no less.
-constexpr int LEAST_W8_TILES = 8;
 
-// More tokens than 64: the shape and cut of least cost, in k tiles times tokens. What a k tile takes is nearly that,
-// but few tokens leave the tensor cores waiting. Fitted to 20 launches of m = 128 .. 8192.
+// More tokens than 64: the shape and cut that should take least, in nanoseconds. Of 184 launches (512 to 8192 rows, 65
+// to 3072 tokens) the estimate is off by 10 % in the mean, by 30 at most.
 struct GemmW8Cost {
-  int shape;   // in GEMM_W8_SHAPES
-  int k_tile;  // of one output tile
+  int shape;      // in GEMM_W8_SHAPES
+  int k_tile_ns;  // of one output tile
 };
 constexpr GemmW8Cost GEMM_W8_COSTS[] = {
-    {gemm_w8_shape(128, 2), 190},
-    {gemm_w8_shape(192, 2), 200},
-    {gemm_w8_shape(216, 2), 220},
-    {gemm_w8_shape(256, 2), 256},
+    {gemm_w8_shape(128, 2), 465},
+    {gemm_w8_shape(192, 2), 490},
+    {gemm_w8_shape(216, 2), 540},
+    {gemm_w8_shape(256, 2), 627},
 };
-constexpr int64_t GEMM_W8_TILE_COST = 850;  // of an output tile: its start and its end
-constexpr int64_t GEMM_W8_CUT_COST = 5000;  // of tiles shared by blocks: sums left, waited for and added
+constexpr int64_t GEMM_W8_START_NS = 3000, GEMM_W8_TILE_NS = 2000;  // of a call, and of an output tile beside that
+// Of tiles shared by blocks, for each token: sums left and waited for, and added, those of one block after another's.
+constexpr int64_t GEMM_W8_CUT_NS = 45, GEMM_W8_TWO_SHARERS_NS = 7;
 
-constexpr int64_t gemm_w8_cost(const GemmW8Plan& plan, int64_t k_tile) {
+constexpr int64_t estimated_ns(const GemmW8Plan& plan, int64_t k_tile_ns) {
   const GemmCut& cut = plan.cut;
-  const int64_t whole = ceil_div(cut.whole_tiles, cut.blocks) * (cut.k_tiles * k_tile + GEMM_W8_TILE_COST);
+  const int64_t wave = cut.k_tiles * k_tile_ns + GEMM_W8_TILE_NS;
+  const int64_t whole = GEMM_W8_START_NS + ceil_div(cut.whole_tiles, cut.blocks) * wave;
   const int64_t line = cut.deal.base + (cut.deal.extra > 0);
-  return line ? whole + line * k_tile + GEMM_W8_CUT_COST : whole;
+  if (line == 0) return whole;
+  const int64_t sums = GEMM_W8_CUT_NS + GEMM_W8_TWO_SHARERS_NS * cut.k_tiles / (2 * line);
+  return whole + line * k_tile_ns + GEMM_W8_SHAPES[plan.shape].tokens * sums;
 }
 
 // One of the three, or none.
@@ -122,17 +125,20 @@ struct W8Picker {
     return shape < GEMM_W8_SHAPE_COUNT && gemm(shape, cut != 1);
   }
 
+  // None where dequantize + GEMM should take less, as with few rows, whose sums many blocks share (256 tokens:
+  // 1024x4096 17.3 for 13.6, 2048x4096 17.6 for 17.8); 5 % are for doubt.
   bool cheapest_gemm() {
-    int64_t best = ANY;
+    int64_t best = dequantize_gemm_ns(a.m, w.n, w.k, w.n * w.k * 3) * 20 / 21;
     int shape = -1;
     bool cut = false;
     for (const GemmW8Cost& cost : GEMM_W8_COSTS) {
       for (const bool cuts : {false, true}) {
         if (!gemm(cost.shape, cuts)) continue;
-        const int64_t this_one = gemm_w8_cost(launch.gemm_plan, cost.k_tile);
-        if (this_one < best) best = this_one, shape = cost.shape, cut = cuts;
+        const int64_t ns = estimated_ns(launch.gemm_plan, cost.k_tile_ns);
+        if (ns < best) best = ns, shape = cost.shape, cut = cuts;
       }
     }
+    launch.engine = W8Launch::none;
     return shape >= 0 && gemm(shape, cut);
   }
 
@@ -141,7 +147,7 @@ struct W8Picker {
     for (const SmallWgmmaW8Row& row : SMALL_WGMMA_W8_TABLE) {
       if (a.m < row.m_first || a.m > row.m_last || w.k < row.k_first) continue;
       if (weights < row.weights_first || weights > row.weights_last) continue;
-      return wgmma(row.shape, LEAST_W8_TILES / SMALL_WGMMA_W8_SHAPES[row.shape].burst);
+      return wgmma(row.shape, least_units(SMALL_WGMMA_W8_SHAPES[row.shape].burst, w.k));
     }
     return false;
   }

@@ -140,8 +140,11 @@ struct GemmFinish {
   }
 
   static_assert(!S.meets() || 4 * S.consumers <= GEMM_MEETING_COUNTERS);
+  __device__ __forceinline__ static GemmMeetingPlace place_of(const GemmWork& work) {
+    return {work.sliced_tile(), work.rank, S};
+  }
   __device__ __forceinline__ GemmMeeting meeting_of(const GemmWork& work) const {
-    unsigned* counters = args.meetings + (work.sliced_tile() * 2 + work.rank) * 2 * S.consumers + warpgroup;
+    unsigned* counters = args.meetings + place_of(work).counter(0, warpgroup);
     return {counters, S.consumers, ring.ticket(warpgroup), warpgroup, thread};
   }
 
@@ -150,8 +153,8 @@ struct GemmFinish {
                                        int step, int& stored) const {
     constexpr int HALF = STEPS / 2;
     const int half = step / HALF ^ work.part, in_half = step % HALF;
-    const int slot = ((work.sliced_tile() * 2 + work.rank) * 2 + half) * (HALF / 2) + in_half / 2;
-    float4* at = args.sums + (slot * S.consumers + warpgroup) * (STEP_VECTORS * WARPGROUP) + thread;
+    const int slot = place_of(work).slot(half, in_half / 2, warpgroup);
+    float4* at = args.sums + slot * (STEP_VECTORS * WARPGROUP) + thread;
     float* sum = sums + step * STEP_VECTORS * 4;
     if (in_half < 2) meeting.enter(half);
     if (meeting.brings) {

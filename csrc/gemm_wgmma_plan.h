@@ -136,6 +136,22 @@ struct GemmShares {
   }
 };
 
+// Where the blocks of one rank of two clusters that share an output tile find each other (gemm_wgmma_finish.cuh).
+struct GemmMeetingPlace {
+  int tile, rank;
+  GemmShape shape;
+
+  // Of a half of the tile's tokens and a warpgroup.
+  NF4L_HD constexpr int counter(int half, int warpgroup) const {
+    return ((tile * 2 + rank) * 2 + half) * shape.consumers + warpgroup;
+  }
+  // Of the sums of step `own` of a half: as many for each warpgroup as there are steps of its own, counted in a
+  // warpgroup's sums of a step.
+  NF4L_HD constexpr int slot(int half, int own, int warpgroup) const {
+    return (((tile * 2 + rank) * 2 + half) * (shape.store_steps() / 4) + own) * shape.consumers + warpgroup;
+  }
+};
+
 // One launch.
 struct GemmPlan {
   int shape;  // in GEMM_SHAPES

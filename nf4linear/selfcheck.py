@@ -37,8 +37,9 @@ SPECS: dict[type, tuple[WeightSpec, ...]] = {
 }
 # A kernel is tried with the first of these that it takes, which leaves few of its tokens empty, and nearly always some.
 TOKENS = (300, 225, 168, 126, 94, 70, 52, 39, 29, 21, 15, 11, 8, 6, 4, 3, 2, 1)
-# For the tuning flags (csrc/nf4linear.h): with one of the two, if not with both, blocks share the sums of a product.
-CUTS = (1, 2)
+# For the tuning flags (csrc/nf4linear.h): with one of the first two, if not with both, blocks share the sums of a
+# product; with the last, those of two clusters in the prefill engine.
+CUTS = (1, 2, 5)
 
 _WIDTHS = {FourBitSpec: "4-bit", EightBitSpec: "8-bit"}
 _verdicts: dict[tuple[int, torch.dtype, type], bool] = {}

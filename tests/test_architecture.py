@@ -18,7 +18,7 @@ PYTHON_CHAIN = (
     "select", "checkpoint", "model_rules", "hf", "bookkeeping", "patch", "cli",
 )  # fmt: skip
 C_CHAIN = (
-    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "device_info.h", "deal.h", "gemm_cut.h",
+    "nf4linear.h", "layout.h", "codebook.h", "validate.h", "device_info.h", "dequantize_cost.h", "deal.h", "gemm_cut.h",
     "four_bit.h", "small_batch_plan.h", "small_wgmma_plan.h", "gemm_wgmma_plan.h", "gemm_mma_plan.h", "small_w8_plan.h",
     "small_wgmma_w8_plan.h", "gemm_w8_plan.h", "dispatch_w8.h", "dispatch.h",
     "status.cuh", "engines.h", "arrivals.h", "launch.cuh", "convert.cuh", "convert8.cuh", "copy.cuh", "mma_sm80.cuh",

@@ -56,15 +56,18 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -
     assert len(shares) == blocks
     spans: dict[tuple[int, int], list[tuple[int, int]]] = {}
     sliced_tiles: dict[tuple[int, ...], set[tuple[int, int]]] = {}  # by their number
+    meetings: dict[tuple[int, int], list[list[int]]] = {}  # of a tile and a rank
     for cluster in range(clusters):
         mine = [list(map(numbers, text.split(","))) for text in works[cluster * blocks : (cluster + 1) * blocks]]
         assert len(mine[0]) >= 1 and len({len(pieces) for pieces in mine}) == 1, "its blocks do everything together"
         for index, pieces in enumerate(zip(*mine, strict=True)):
             places_of = [tuple(piece[3:5]) for piece in pieces]
-            for sliced, begin, end, token_tile, row_block, *tile in pieces:
+            for rank, (sliced, begin, end, token_tile, row_block, *more) in enumerate(pieces):
                 assert end > begin
                 spans.setdefault((token_tile, row_block), []).append((begin, end))
-                sliced_tiles.setdefault(tuple(tile), set()).add((token_tile, row_block))
+                sliced_tiles.setdefault(tuple(more[:1]), set()).add((token_tile, row_block))
+                if more[1:]:
+                    meetings.setdefault((more[0], rank), []).append(more[1:])
                 assert sliced == pieces[0][0] and (not sliced or index == len(mine[0]) - 1), "the ring is empty then"
             if pieces[0][0]:
                 assert len(set(places_of)) == 1, "one tile"
@@ -85,9 +88,24 @@ def check_walk(answer: str, m: int, n: int, k: int, sms: int, slices: int = 1) -
     if parts == 2:
         assert steps % 4 == 0 and block_rows == 128 and len(tiles) * 8 <= 256, "eight counters a tile"
         assert workspace == len(tiles) * tokens * block_rows * 4 + 256 * 4
+        check_meetings(meetings, tiles, steps, workspace - 256 * 4)
     else:
-        assert workspace == 0
+        assert workspace == 0 and not meetings
     check_shares(shares, steps, places)
+
+
+def check_meetings(meetings: dict[tuple[int, int], list[list[int]]], tiles: list[int], steps: int, room: int) -> None:
+    """Two blocks find each other, nobody else, and have room for half of their sums, as each brings a half at most."""
+    assert sorted(meetings) == [(tile, rank) for tile in tiles for rank in range(2)]
+    assert all(len(said) == 2 and said[0] == said[1] for said in meetings.values()), "of both clusters the same"
+    counters, slots = [], []
+    for said, _ in meetings.values():
+        assert [said[2] - said[0], said[3] - said[1]] == [2, 2], "a second half's are two further"
+        counters += said[:4]
+        slots += said[4:]
+        assert len(said) == 4 + steps
+    assert len(set(counters)) == len(counters) and min(counters) >= 0 and max(counters) < 256
+    assert len(set(slots)) == len(slots) and min(slots) >= 0 and (max(slots) + 1) * 32 * 64 * 4 <= room
 
 
 def check_shares(shares: list[str], steps: int, places: int) -> None:

@@ -66,13 +66,21 @@ def launch(library, spec, packed, x, flags=0, bias=None):
     return (y.T if transposed else y) if done else None
 
 
-def launch_by_table(library, spec, packed, x, flags=0):
-    """The same by the launch table's choice, which leaves no call to a GEMM that some kernel takes."""
-    got = launch(library, spec, packed, x, flags)
+def launch_fused(library, spec, packed, x, flags=0):
+    """The same by the launch table's choice, or where that would leave a small weight to a GEMM, by a Hopper kernel."""
     tokens = x.shape[0]
+    got = launch(library, spec, packed, x, flags | hopper_flags(tokens))
     if tokens <= 16 or tokens > 32 or has_room():
         assert (got is not None) == (tokens <= 32 or (on_hopper(library) and (tokens <= 64 or not spec.group_size)))
     return got
+
+
+def hopper_flags(tokens: int) -> int:
+    """Flags for the first Hopper shape that takes more than 32 tokens; none for fewer."""
+    if tokens <= 32:
+        return 0
+    fits = [shape for shape, (most, *_) in enumerate(TUNE_WGMMA_SHAPES) if tokens <= most]
+    return native.tuned(len(TUNE_SHAPES) + (fits[0] if fits else len(TUNE_WGMMA_SHAPES)), WHOLE)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -90,7 +98,7 @@ def test_every_code_is_exact(library, dtype, name, tokens):
     for first in range(0, spec.k - tokens + 1, tokens if tokens > 1 else 9):
         x = torch.zeros(tokens, spec.k, device="cuda", dtype=dtype)
         x[torch.arange(tokens), first + torch.arange(tokens)] = 1
-        got = launch_by_table(library, spec, packed, x)
+        got = launch_fused(library, spec, packed, x)
         if got is None:
             return
         assert torch.equal(got.T, canonical["codes"][:, first : first + tokens].to(dtype)), first
@@ -170,7 +178,8 @@ def test_large_shapes(library, dtype):
     x = torch.randn(1200, spec.k, device="cuda").to(dtype)
     exact = x.double() @ exact_weight.T
     for tokens in (1, 2, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200, 256, 700, 1200):
-        got = launch_by_table(library, spec, packed, x[:tokens])
+        got = launch(library, spec, packed, x[:tokens])
+        assert got is not None or not on_hopper(library), "no such call is left to a GEMM"
         if got is not None:
             assert relative_error(got, exact[:tokens]) < ROUNDING[dtype], tokens
 
@@ -204,13 +213,14 @@ def test_mixed_products(library, variant):
 def test_only_the_output_is_written(weight, library, tokens, transposed):
     spec, _, packed = weight
     x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
-    want = launch_by_table(library, spec, packed, x, transposed)
+    want = launch_fused(library, spec, packed, x, transposed)
     if want is None:
         return
+    flags = transposed | hopper_flags(tokens)
     described = native.describe_weight(spec, *operands(spec, packed))
     for shift in (0, 1, 7):
         shape = (spec.n, tokens) if transposed else (tokens, spec.n)
-        y = written_alone(lambda y: library.linear(described, x, None, y, transposed), shape, shift)
+        y = written_alone(lambda y: library.linear(described, x, None, y, flags), shape, shift)
         assert torch.equal(y.T if transposed else y, want)
 
 

@@ -3,8 +3,9 @@
 //   shape m n k slices sms shared_bytes
 // one answer a line: "none", or the plan (tokens block_rows k_tiles token_tiles row_pairs blocks clusters pairs parts
 // steps shared workspace, and the sums of a step that fit where x has been); behind ';' for each block behind ',' each
-// of its pieces: sliced begin end token_tile row_block, and for a slice the number of its tile; and at the end, behind
-// ';' for each slice, behind ',' for each step: the step, its owner and, if that is another slice, the place there.
+// of its pieces: sliced begin end token_tile row_block, for a slice the number of its tile, and if that is one that two
+// clusters share the counters and the slots of its rank (half by half, warpgroups last); and at the end, behind ';' for
+// each slice, behind ',' for each step: the step, its owner and, if that is another slice, the place there.
 //   estimate shape m n k slices sms shared_bytes
 // "none", or how long the plan should take, in nanoseconds.
 //   divide n d
@@ -14,6 +15,18 @@
 #include <string>
 
 #include "gemm_wgmma_plan.h"
+
+static void print_meeting(const nf4l::GemmWork& work, const nf4l::GemmShape& s) {
+  const nf4l::GemmMeetingPlace place = {work.sliced_tile(), work.rank, s};
+  for (int half = 0; half < 2; ++half) {
+    for (int w = 0; w < s.consumers; ++w) std::cout << ' ' << place.counter(half, w);
+  }
+  for (int half = 0; half < 2; ++half) {
+    for (int own = 0; own < s.store_steps() / 4; ++own) {
+      for (int w = 0; w < s.consumers; ++w) std::cout << ' ' << place.slot(half, own, w);
+    }
+  }
+}
 
 int main() {
   std::string line;
@@ -46,8 +59,8 @@ int main() {
     const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
     const nf4l::GemmGrid& g = plan.grid;
     std::cout << s.tokens << ' ' << s.block_rows() << ' ' << g.k_tiles << ' ' << g.token_tiles << ' ' << g.row_pairs
-              << ' ' << g.blocks << ' ' << g.clusters << ' ' << g.pairs << ' ' << g.parts << ' '
-              << s.store_steps() << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
+              << ' ' << g.blocks << ' ' << g.clusters << ' ' << g.pairs << ' ' << g.parts << ' ' << s.store_steps()
+              << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
               << s.stages * s.x_bytes() / s.step_bytes();
     for (int block = 0; block < g.clusters * g.blocks; ++block) {
       std::cout << ';';
@@ -56,6 +69,7 @@ int main() {
         std::cout << (first ? "" : ",") << work.sliced << ' ' << work.begin << ' ' << work.end << ' ' << work.token_tile
                   << ' ' << work.row_block;
         if (work.sliced) std::cout << ' ' << work.sliced_tile();
+        if (work.sliced && g.parts == 2) print_meeting(work, s);
       }
     }
     const nf4l::GemmShares shares = {g.blocks};
