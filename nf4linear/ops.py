@@ -147,6 +147,7 @@ def _linear_native(
             flags = native.DEPENDENT_LAUNCH if settled else 0
             if library.linear(native.describe_weight(spec, *aligned), rows, bias, y.view(-1, n), flags):
                 return y
+        del y  # its memory can be the GEMM's
     return _linear_gemm(x, *weight, bias, format, n, k, blocksize)
 
 

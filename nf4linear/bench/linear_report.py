@@ -104,7 +104,7 @@ def plot(record: Row) -> bytes:
     shapes = list(dict.fromkeys((row["n"], row["k"]) for row in rows))
     columns = min(3, len(shapes))
     height = -(-len(shapes) // columns)
-    figure = Figure(figsize=(5 * columns, 3.8 * height), layout="tight")
+    figure = Figure(figsize=(5 * columns, 3.8 * height), layout="constrained")
     panels = figure.subplots(height, columns, squeeze=False).flatten()
     for panel, (n, k) in zip(panels, shapes, strict=False):
         _panel(panel, [row for row in rows if (row["n"], row["k"]) == (n, k)], f"{n} x {k}")
