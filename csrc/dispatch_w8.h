@@ -42,13 +42,14 @@ struct SmallWgmmaW8Row {
   int64_t weights_first, weights_last;  // n * k
   int shape;                            // in SMALL_WGMMA_W8_SHAPES
 };
+// Weights below those of the rows are left to dequantize + GEMM (33 tokens: 896x896 8.0 | 6.5 for 6.1).
 constexpr SmallWgmmaW8Row SMALL_WGMMA_W8_TABLE[] = {
     // m    k       n * k               shape                              (the other engine, or another shape)
     {2, 8, 16'384, 100'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},    // 8192x28672 61.2 | 58.8 (64.3 | 63.1)
     {9, 16, 8'192, 50'000'000, ANY, small_wgmma_w8_shape(16, 2, 4)},     // 57344x8192 117 | 116 (129 | 129)
     {17, 32, 0, 0, 20'000'000, small_wgmma_w8_shape(32, 2, 2)},          // 10.0 | 8.9 (bursts of four: 10.4 | 9.6)
     {17, 32, 0, 20'000'000, ANY, small_wgmma_w8_shape(32, 2, 4)},        // 28672x4096 36.2 | 33.7 (42.8 | 40.9)
-    {33, 64, 0, 1'000'000, 20'000'000, small_wgmma_w8_shape(64, 2, 2)},  // 10.9 | 9.9, 896x896 8.0 | 6.5 (GEMM: 6.1)
+    {33, 64, 0, 1'000'000, 20'000'000, small_wgmma_w8_shape(64, 2, 2)},  // 10.9 | 9.9 (bursts of four: 11.3 | 10.9)
     {33, 64, 0, 20'000'000, ANY, small_wgmma_w8_shape(64, 2, 4)},        // 28672x4096 38.8 | 37.5 (42.9 | 41.1)
 };
 
@@ -65,7 +66,7 @@ constexpr GemmW8Cost GEMM_W8_COSTS[] = {
     {gemm_w8_shape(256, 2), 627},
 };
 constexpr int64_t GEMM_W8_START_NS = 3000, GEMM_W8_TILE_NS = 2000;  // of a call, and of an output tile beside that
-// Of tiles shared by blocks, for each token: sums left and waited for, and added, those of one block after another's.
+// Of tiles shared by blocks, for each token: sums left and waited for, and for every two sharers what adding takes.
 constexpr int64_t GEMM_W8_CUT_NS = 45, GEMM_W8_TWO_SHARERS_NS = 7;
 
 constexpr int64_t estimated_ns(const GemmW8Plan& plan, int64_t k_tile_ns) {
@@ -126,7 +127,7 @@ struct W8Picker {
   }
 
   // None where dequantize + GEMM should take less, as with few rows, whose sums many blocks share (256 tokens:
-  // 1024x4096 17.3 for 13.6, 2048x4096 17.6 for 17.8); 5 % are for doubt.
+  // 1024x4096 17.3 for 13.6); 5 % are for doubt, of plain launches.
   bool cheapest_gemm() {
     int64_t best = dequantize_gemm_ns(a.m, w.n, w.k, w.n * w.k * 3) * 20 / 21;
     int shape = -1;

@@ -84,7 +84,8 @@ struct Sharers {
 };
 
 // What a block of a small weight gets at least, in units: the sums of many blocks would take longer than their work,
-// those of more than MOST_SPREAD to a row block above all (96 tokens: 512x8192 10.7 us, with twice as many 15.1).
+// those of more than MOST_SPREAD to a row block above all (96 tokens: 512x8192 10.7 us, with twice as many 15.1). Where
+// it does not divide the units of a row block, one more block can have a part of it, and then its owner adds alone.
 constexpr int least_units(int burst, int64_t k) {
   constexpr int LEAST_TILES = 4;
   const int even_share = int(ceil_div(k / TILE_K4, Sharers::MOST_SPREAD));

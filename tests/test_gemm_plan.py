@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused(program):
         question(3, 1, 64, 4096, slices=FOUR_BY_TWO + 1),
         question(3, 1, 64, 4096, slices=FOUR_BY_TWO),  # of 192 rows
         question(0, 1, 64, 4096, slices=FOUR_BY_TWO),  # of 64 tokens
-        question(2, 1, 17 * 256, 4096, slices=FOUR_BY_TWO),  # more output tiles than there are counters
+        question(2, 1, 17 * 256, 4096, slices=FOUR_BY_TWO, sms=300),  # more output tiles than there are counters
         question(2, 1, 64, 960, slices=FOUR_BY_TWO),  # three k tiles a slice
         question(2, 1, 64, 4096, slices=FOUR_BY_TWO, sms=7),
     ]

@@ -74,7 +74,7 @@ def test_what_is_wrong_is_said_and_what_cannot_be_launched_too(kind):
     assert problem(refusing) == "cannot be launched (no room for a cluster)"
 
 
-def test_every_shape_is_tried_nearly_full_and_with_both_cuts():
+def test_every_shape_is_tried_nearly_full_and_with_every_cut():
     library = StandIn()
     worst(library, SPECS[0])
     tried = set(library.calls)
