@@ -20,26 +20,28 @@ from .formats import EightBitSpec, FourBitSpec, WeightSpec, dynamic_map, operand
 
 # Twice the relative error, in the Frobenius norm, that rounding the codebook and the output to the dtype gives.
 TOLERANCES = {torch.bfloat16: 5e-3, torch.float16: 6e-4}
-# Ragged in rows and in inputs, and few rows with many inputs, which blocks share; between them every kind of scales and
-# of codes.
+# Ragged in rows and in inputs, some with so few of these that a block can have them alone, and few rows with many
+# inputs, which blocks share; between them every kind of scales and of codes.
 SPECS: dict[type, tuple[WeightSpec, ...]] = {
     FourBitSpec: (
         FourBitSpec("nf4", 200, 1088),
         FourBitSpec("nf4", 40, 4096, blocksize=256),
-        FourBitSpec("fp4", 136, 1088, double_quant=False),
+        FourBitSpec("fp4", 136, 576, double_quant=False),
     ),
     EightBitSpec: (
-        EightBitSpec("w8_s8", 200, 1088),
+        EightBitSpec("w8_s8", 200, 576),
         EightBitSpec("w8_u8", 40, 4096),
-        EightBitSpec("w8_s8", 136, 1152, group_size=128),
+        EightBitSpec("w8_s8", 136, 640, group_size=128),
         EightBitSpec("w8_u8", 40, 4096, group_size=64),
     ),
 }
 # A kernel is tried with the first of these that it takes, which leaves few of its tokens empty, and nearly always some.
 TOKENS = (300, 225, 168, 126, 94, 70, 52, 39, 29, 21, 15, 11, 8, 6, 4, 3, 2, 1)
-# For the tuning flags (csrc/nf4linear.h): with one of the first two, if not with both, blocks share the sums of a
-# product; with the last, those of two clusters in the prefill engine.
-CUTS = (1, 2, 5)
+# For the tuning flags (csrc/nf4linear.h). A number means something else to each engine: slices of the inputs, or fewest
+# units of a block. With these and SPECS, blocks work alone and add up their sums in every way that their engine has
+# (tests/test_*_plan.py); 5 is a meeting of two clusters to the prefill engine for 4-bit weights alone. The engines that
+# know only 1, whole output tiles, from all others repeat themselves.
+CUTS = (1, 2, 4, 5)
 
 _WIDTHS = {FourBitSpec: "4-bit", EightBitSpec: "8-bit"}
 _verdicts: dict[tuple[int, torch.dtype, type], bool] = {}

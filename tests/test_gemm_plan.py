@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gemm_slices import FOUR_BY_TWO, can_be_cut
+from nf4linear import selfcheck
+from nf4linear.formats import FourBitSpec
 
 HOST = Path(__file__).parent / "host"
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -174,6 +176,20 @@ def test_real_models_fit(program, shape):
     for answer, (m, n, k, slices) in zip(answers, asked, strict=True):
         if slices == 1 or answer != "none":
             check_walk(answer, m, n, k, SMS, slices)
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_the_first_use_check_slices_in_every_way(program, shape):
+    """Pairs alone, clusters of two and of four, and two clusters that meet, where the shape can."""
+    checked = [
+        question(shape, selfcheck.TOKENS[0], spec.n, spec.k, slices=cut)
+        for spec in selfcheck.SPECS[FourBitSpec]
+        for cut in selfcheck.CUTS
+    ]
+    (can_meet,) = ask(program, [question(shape, 1, 64, 4096, slices=FOUR_BY_TWO)])
+    plans = [numbers(answer.split(";")[0]) for answer in ask(program, checked) if answer != "none"]
+    ways = {(blocks, pairs > 0, parts) for *_, blocks, _, pairs, parts, _, _, _, _ in plans}
+    assert ways == {(2, True, 1), (2, False, 1), (4, False, 1)} | ({(2, False, 2)} if can_meet != "none" else set())
 
 
 @pytest.mark.parametrize("shape", range(len(SHAPES)))

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nf4linear import selfcheck
 from nf4linear.bench.linear_w8 import TUNE_GEMM_SHAPES, TUNE_WGMMA_SHAPES
+from nf4linear.formats import EightBitSpec
 
 HOST = Path(__file__).parent / "host"
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -88,6 +90,17 @@ def test_few_tokens_real_models(program, shape):
     answers = ask(program, *(("wgmma", shape, n, k, 2, SMS, SHARED) for n, k in REAL))
     for answer, (n, k) in zip(answers, REAL, strict=True):
         check_wgmma(answer, n, k, SMS, 2)
+
+
+@pytest.mark.parametrize("grouped", [False, True], ids=["row scales", "group scales"])
+@pytest.mark.parametrize("shape", range(len(TUNE_WGMMA_SHAPES)))
+def test_the_first_use_check_adds_up_in_every_way(program, shape, grouped):
+    """A block alone, the owner of a row block for all, and all its sharers, as many as that can be: both kernels."""
+    specs = [s for s in selfcheck.SPECS[EightBitSpec] if bool(s.group_size) == grouped]
+    answers = ask(program, *(("wgmma", shape, s.n, s.k, cut, SMS, SHARED) for s in specs for cut in selfcheck.CUTS))
+    pieces = [piece for answer in answers for block in pieces_of(answer)[1] for piece in block]
+    ways = {(stop - owner, spread) for *_, owner, stop, spread in pieces}
+    assert {(1, 0), (MOST_SPREAD, 1)} <= ways and any(count > 1 and not spread for count, spread in ways)
 
 
 # ---- more tokens -----------------------------------------------------------------------------------------------------

@@ -10,6 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from nf4linear import selfcheck
+from nf4linear.formats import FourBitSpec
+
 HOST = Path(__file__).parent / "host"
 CSRC = Path(__file__).parents[1] / "csrc"
 COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
@@ -17,6 +20,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
 SHAPE_COUNT = 8
+MOST_SPREAD = 8
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -73,7 +77,7 @@ def check_walk(answer: str, n: int, k: int, sms: int, least: int) -> None:
         assert all(a[1] == b[0] for a, b in pairwise(spans))
         owner, stop, spread = agreed[row_block]
         assert met[row_block] == list(range(owner, stop))
-        assert spread == (even and 2 <= stop - owner <= 8)
+        assert spread == (even and 2 <= stop - owner <= MOST_SPREAD)
     cut = any(len(blocks) > 1 for blocks in met.values())
     assert workspace == (count * 2 * tokens * 64 * row_groups * 4 + 1024 if cut else 0)
 
@@ -124,6 +128,20 @@ def test_stretches_divide_a_row_block_where_that_costs_little(program, shape, n,
     plan, *texts = answer.split(";")
     assert numbers(plan)[5] == len(texts) == blocks
     assert all(numbers(text.split(",")[1])[-1] == (blocks == 128) for text in texts)
+
+
+@pytest.mark.parametrize("shape", range(SHAPE_COUNT))
+def test_the_first_use_check_adds_up_in_every_way(program, shape):
+    """A block alone, the owner of a row block for all, and all its sharers, as many as that can be."""
+    asked = [
+        question(shape, s.n, s.k, log2_group=(s.blocksize * 4).bit_length() - 1, nested=int(s.double_quant), least=cut)
+        for s in selfcheck.SPECS[FourBitSpec]
+        for cut in selfcheck.CUTS
+    ]
+    blocks = [block for answer in ask(program, asked) for block in answer.split(";")[1:]]
+    sharers = [numbers(segment)[3:] for block in blocks for segment in block.split(",")[1:]]
+    ways = {(stop - owner, spread) for owner, stop, spread in sharers}
+    assert {(1, 0), (MOST_SPREAD, 1)} <= ways and any(count > 1 and not spread for count, spread in ways)
 
 
 def test_what_does_not_fit_is_refused(program):
