@@ -82,7 +82,7 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
 
 // What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 256 of
 // them; before that, where its output tiles make waves that are far from full.
-constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 3072, GEMM_FIRST_WEIGHTS = 4'000'000;
+constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 8192, GEMM_FIRST_WEIGHTS = 4'000'000;
 
 // The prefill engine's estimate is of short calls. Long ones take some 7 % more: the clock falls.
 constexpr int64_t at_the_power_cap(int64_t ns) { return ns > 40'000 ? ns + (ns - 40'000) / 14 : ns; }

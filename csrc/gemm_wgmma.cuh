@@ -8,8 +8,8 @@
 //     producers    wait empty | x: TMA [tokens][64]                                   -> full
 //                  wait empty | codes: TMA, a tile a row tile | scales to float32     -> full
 //
-//     a k16 step   fence | wgmma | commit | wait for those before the last two | scale and round a later step,
-//                  into the registers that are free now | start the look-ups of the step behind it
+//     a k16 step   fence | wgmma | commit | wait for the step before | scale and round the next one, into the
+//                  registers that are free now | start the look-ups of the one behind it
 //
 // So the tensor cores have the next wgmma of each warpgroup, and one decodes behind the other's.
 //
@@ -18,9 +18,10 @@
 // the blocks of a cluster, or of two, share out the k tiles of one (gemm_wgmma_plan.h, gemm_wgmma_finish.cuh). Blocks
 // are persistent.
 //
-// What binds is shared memory, 128 bytes a cycle, and power. A wgmma reads its tokens at 64; the rest is for look-ups,
-// 8 bytes for two weights however many tokens they meet, and for what the copy engine writes: 139 KB a k tile of 256
-// tokens, 1088 cycles, of which it takes 1130.
+// What binds is power, and up to 256 tokens shared memory, 128 bytes a cycle. A wgmma reads its tokens at 64; the rest
+// is for look-ups, 8 bytes for two weights however many tokens they meet, and for what the copy engine writes: 139 KB a
+// k tile of 256 tokens, 1088 cycles, of which tensor cores need 1024. Of 344 tokens, two wgmma a step, they need 1376,
+// and shared memory 1352.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -45,9 +46,6 @@ template <class Format, class T, int SHAPE>
 struct GemmConsumer {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   static constexpr int K_STEPS = GEMM_K / 16;
-  // Steps of k16 that are decoded ahead of the tensor cores, in twice as many sets of registers.
-  static constexpr int AHEAD = 2, SETS = 2 * AHEAD;
-  static_assert(SETS == K_STEPS);
   using Ring = GemmRing<Format, SHAPE>;
   using Decoder = typename Format::template Decoder<T>;
   const Ring& ring;
@@ -57,9 +55,12 @@ struct GemmConsumer {
   const bool tells;
   const uint64_t x;  // descriptor of stage 0
   RingPosition<S.stages> ahead{0};
-  uint32_t words[K_STEPS];   // codes of the k tile ahead, a step each
-  float2 scale, next_scale;  // of the k tile in hand and of the one ahead
-  uint32_t a[SETS][4];
+  // Codes of the k tile that is decoded, a step each, and its scales; and of the next one, which is loaded before them:
+  // a step earlier, or with more than 256 tokens, whose stages are few and steps long, only then.
+  uint32_t words[K_STEPS], next_words[K_STEPS];
+  float2 scale, next_scale;
+  static constexpr int ADVANCE_STEP = K_STEPS - 2, LOAD_STEP = ADVANCE_STEP - (S.tokens <= 256);
+  uint32_t a[2][4];  // of the step that multiplies, and of the one behind it
   float sums[S.tokens / 2];
 
   __device__ __forceinline__ GemmConsumer(const Ring& r, int row_tile, int lane, int blocks)
@@ -76,36 +77,48 @@ struct GemmConsumer {
     if (another) mbarrier_wait(ring.full(ahead.stage), ahead.phase);
     const uint4 v = ld_shared_u32x4(codes + ahead.stage * (S.row_tiles() * Format::BYTES.codes));
     next_scale = ld_shared_f32x2(scales + ahead.stage * (S.row_tiles() * Format::BYTES.scales));
-    words[0] = v.x, words[1] = v.y, words[2] = v.z, words[3] = v.w;
+    next_words[0] = v.x, next_words[1] = v.y, next_words[2] = v.z, next_words[3] = v.w;
     ahead.step();
+  }
+
+  __device__ __forceinline__ void advance() {
+#pragma unroll
+    for (int step = 0; step < K_STEPS; ++step) words[step] = next_words[step];
+    scale = next_scale;
   }
 
   // Before the first k tile of the block.
   __device__ __forceinline__ void start() {
     load(true);
-    scale = next_scale;
-    const auto first = decoder.look_up(words[0]), second = decoder.look_up(words[1]);
-    decoder.finish(first, scale, a[0]);
-    decoder.finish(second, scale, a[1]);
+    advance();
+    decoder.finish(decoder.look_up(words[0]), scale, a[0]);
   }
 
-  // One k tile, added to the sums or in their place, and the first steps of the next one decoded.
+  // One k tile, added to the sums or in their place, and the first step of the next one decoded.
   __device__ __forceinline__ void multiply(bool add, bool another) {
     const uint64_t tokens = x + uint32_t(behind(1) * (S.x_bytes() / 16));
-    const int before = behind(2);
-    const uint32_t third = words[2], last = words[3];
-    load(another);
-    auto looked = decoder.look_up(third);
+    auto looked = decoder.look_up(words[1]);
 #pragma unroll
     for (int step = 0; step < K_STEPS; ++step) {
       wgmma_fence();
-      wgmma_m64k16<T>(sums, a[step], tokens + 2 * step, add || step > 0);
+      multiply_step(a[step % 2], tokens + 2 * step, add || step > 0);
       wgmma_commit_group();
-      wgmma_wait_group<AHEAD>();
-      if (step == AHEAD - 1 && add) release(before);
-      if (step + AHEAD == K_STEPS) scale = next_scale;
-      decoder.finish(looked, scale, a[(step + AHEAD) % SETS]);
-      if (step + 1 < K_STEPS) looked = decoder.look_up(step == 0 ? last : words[step - 1]);
+      wgmma_wait_group<1>();
+      if (step == 0 && add) release(behind(2));
+      decoder.finish(looked, scale, a[(step + 1) % 2]);
+      if (step == LOAD_STEP) load(another);
+      if (step == ADVANCE_STEP) advance();
+      if (step + 1 < K_STEPS) looked = decoder.look_up(words[(step + 2) % K_STEPS]);
+    }
+  }
+
+  // A k16 step of all tokens.
+  __device__ __forceinline__ void multiply_step(const uint32_t (&weights)[4], uint64_t tokens, bool add) {
+    constexpr int FIRST = S.first_tokens(), SECOND = S.tokens - FIRST;
+    wgmma_m64k16<T>(reinterpret_cast<float(&)[FIRST / 2]>(sums), weights, tokens, add);
+    if constexpr (SECOND > 0) {
+      auto& others = reinterpret_cast<float(&)[SECOND / 2]>(sums[FIRST / 2]);
+      wgmma_m64k16<T>(others, weights, tokens + FIRST * GEMM_K * 2 / 16, add);
     }
   }
 
@@ -158,7 +171,6 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
 
   GemmConsumer<Format, T, SHAPE> consumer(ring, warp, lane, args.grid.blocks);
   const uint32_t buffers = ring.smem + Format::BYTES.gap + warpgroup * ring.MAP.OUT_LINES * Format::BYTES.stride;
-  const GemmFinish<Format, T, SHAPE> finish = {args, ring, buffers, warpgroup, warp % 4 * WARP + lane};
   GemmWork later = work;
   bool another = later.next();
   if (another) consumer.start();
@@ -167,7 +179,9 @@ __device__ __forceinline__ void gemm_consume(const GemmArgs<typename Format::Wei
     another = later.next();
     for (int k = work.begin; k < work.end; ++k) consumer.multiply(k > work.begin, k + 1 < work.end || another);
     consumer.drain();
-    finish(consumer.sums, work);
+    // Computed here, or ptxas keeps all that follows from it in registers during the loop.
+    const int thread = mov_in_order(warp % 4 * WARP + lane);
+    GemmFinish<Format, T, SHAPE>{args, ring, buffers, warpgroup, thread}(consumer.sums, work);
   }
   cluster_sync_memory();  // nobody reaches into a block that has ended
 }

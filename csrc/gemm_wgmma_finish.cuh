@@ -66,9 +66,15 @@ struct GemmFinish {
   static constexpr GemmShape S = GEMM_SHAPES[SHAPE];
   static constexpr int LINE_BYTES = Format::BYTES.stride;
   static constexpr int STEPS = S.store_steps();
-  static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane: rows g, g + 8, two tokens
+  static constexpr int STEP_VECTORS = S.STORE_TOKENS / 8;  // float4 of a lane: rows g, g + 8, two tokens; at most
   static constexpr int LAG = 2;                            // steps sent before the first is asked for
   using Sums = float[S.tokens / 2];
+  // Tokens of a step, and float4 of a lane.
+  __device__ __forceinline__ static constexpr int tokens_of(int step) {
+    constexpr GemmShape shape = S;
+    return shape.step_tokens(step);
+  }
+  __device__ __forceinline__ static constexpr int vectors_of(int step) { return tokens_of(step) / 8; }
   const GemmArgs<typename Format::Weight>& args;
   const GemmRing<Format, SHAPE>& ring;  // [places][warpgroups][STEP_VECTORS][128] float4, where x has been
   const uint32_t buffers;               // two
@@ -118,7 +124,7 @@ struct GemmFinish {
     const uint32_t at = cluster_address(place(shares, step, slice), to);
     const uint32_t arrived = cluster_address(ring.arrived(step), to);
 #pragma unroll
-    for (int i = 0; i < STEP_VECTORS; ++i) {
+    for (int i = 0; i < vectors_of(step); ++i) {
       const float* v = sums + 4 * (step * STEP_VECTORS + i);
       st_async_f32x4(at + i * (WARPGROUP * 16), {v[0], v[1], v[2], v[3]}, arrived);
     }
@@ -131,7 +137,7 @@ struct GemmFinish {
       if (from == slice) continue;
       const uint32_t at = place(shares, step, from);
 #pragma unroll
-      for (int i = 0; i < STEP_VECTORS; ++i) {
+      for (int i = 0; i < vectors_of(step); ++i) {
         const float4 v = ld_shared_f32x4(at + i * (WARPGROUP * 16));
         float* sum = sums + 4 * (step * STEP_VECTORS + i);
         sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
@@ -196,18 +202,19 @@ struct GemmFinish {
     const uint32_t buffer = buffers + which * (S.STORE_TOKENS * LINE_BYTES);
     const float2 bias = rows.bias;
 #pragma unroll
-    for (int j = 0; j < STEP_VECTORS; j += 2) {
+    for (int j = 0; j < vectors_of(step); j += 2) {
       const float* v = sums + 4 * (step * STEP_VECTORS + j);
+      const float* w = j + 1 < vectors_of(step) ? v + 4 : v;  // where there are no more, anything: it is not stored
       const int line = (j + lane / 16) * 8 + lane % 8, own = warp * 2 + lane / 8 % 2;
       stmatrix_x4_trans(buffer + line * LINE_BYTES + ((own ^ lane % 8) << 4),
                         round_pair<T>(v[0] + bias.x, v[1] + bias.x), round_pair<T>(v[2] + bias.y, v[3] + bias.y),
-                        round_pair<T>(v[4] + bias.x, v[5] + bias.x), round_pair<T>(v[6] + bias.y, v[7] + bias.y));
+                        round_pair<T>(w[0] + bias.x, w[1] + bias.x), round_pair<T>(w[2] + bias.y, w[3] + bias.y));
     }
     bar_sync(2 + warpgroup, WARPGROUP);
 #pragma unroll
     for (int i = 0; i < S.STORE_TOKENS / 4; i += LINES) {
       const int line = first_line() + i, token = rows.token + token_step * S.STORE_TOKENS + i;
-      if (token >= args.m) continue;
+      if (token >= args.m || line >= tokens_of(step)) continue;
       uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + rows.column;
       put(buffer + line * LINE_BYTES + ((lane % CHUNKS ^ line % 8) << 4), to, args.n - rows.column);
     }

@@ -57,10 +57,9 @@ int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const 
   a.meetings = workspace.arrivals;
   CUtensorMap x;
   const int64_t k = int64_t(plan.grid.k_tiles) * GEMM_K, row_bytes = l.m > 1 ? l.x_stride * 2 : k * 2;
-  const int box_tokens = shape.tokens / 2;
-  if (const int status = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, box_tokens, 1)) {
-    return status;
-  }
+  const int box = shape.first_half();
+  const int mapped = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, box, 1);
+  if (mapped) return mapped;
   const auto launch = gemm_launcher<Format, T>(plan.shape, std::make_index_sequence<GEMM_SHAPE_COUNT>());
   return launch(plan, a, x, l.flags & NF4L_DEPENDENT_LAUNCH, target);
 }

@@ -52,22 +52,24 @@ struct GemmRing {
       mbarrier_init(full(s), 1 + Format::weight_warps(S));
       mbarrier_init(empty(s), blocks * S.consumers * 4);
     }
+    constexpr GemmShape shape = S;
     for (int step = 0; step < S.store_steps(); ++step) {
       mbarrier_init(arrived(step), 1);
-      mbarrier_arrive_expect_tx(arrived(step), (blocks - 1) * S.step_bytes());
+      mbarrier_arrive_expect_tx(arrived(step), (blocks - 1) * shape.step_bytes(step));
     }
     fence_mbarrier_init();
   }
 };
 
 // One thread: x of every k tile, from the piece in hand on; of two blocks that share it each copies a half to both. A
-// copy takes the engine 45 ns whatever its size. What lies beyond the last token is zero. Of two clusters with the same
-// output tile the second has its halves the other way round (GemmMeeting).
+// copy takes the engine 45 ns whatever its size. Where tokens are an odd number of eights the halves overlap by one,
+// which both bring. What lies beyond the last token is zero. Of two clusters with the same output tile the second has
+// its halves the other way round (GemmMeeting).
 template <class Format, int SHAPE>
 __device__ __forceinline__ void feed(const CUtensorMap& x, const GemmRing<Format, SHAPE>& ring, GemmWork& work) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  constexpr int HALF = S.tokens / 2;
-  static_assert(HALF % 8 == 0, "the swizzle goes by eight rows");
+  constexpr int HALF = S.first_half(), SECOND = S.tokens - HALF;
+  static_assert(SECOND % 8 == 0, "the swizzle goes by eight rows");
   RingPosition<S.stages> at(1);
   do {
     const int first = work.sliced ? 0 : work.rank, last = work.sliced ? 1 : work.rank;
@@ -76,10 +78,10 @@ __device__ __forceinline__ void feed(const CUtensorMap& x, const GemmRing<Format
     for (int k = work.begin; k < work.end; ++k) {
       const uint32_t full = ring.full(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
-      mbarrier_arrive_expect_tx(full, S.x_bytes());
+      mbarrier_arrive_expect_tx(full, 2 * HALF * GEMM_K * 2);
       for (int half = first; half <= last; ++half) {
-        const uint32_t place = ring.x(at.stage) + half * HALF * GEMM_K * 2;
-        cp_async_bulk_tensor_3d_multicast(place, &x, 0, token + (half ^ work.part) * HALF, k, full, to);
+        const uint32_t place = ring.x(at.stage) + half * SECOND * GEMM_K * 2;
+        cp_async_bulk_tensor_3d_multicast(place, &x, 0, token + (half ^ work.part) * SECOND, k, full, to);
       }
       at.step();
     }

@@ -14,25 +14,37 @@ namespace nf4l {
 // A block computes output tiles of block_rows() rows of the weight by `tokens` rows of x: warpgroups that multiply have
 // 64 rows each, and one more feeds them.
 struct GemmShape {
-  int tokens;     // the n of wgmma
+  int tokens;     // the n of wgmma, or beyond 256 that of two together: first_tokens() and the others
   int consumers;  // warpgroups that multiply
   int stages;     // of the ring
   int tile_ns;    // what a k tile takes, measured (docs/kernel-log.md); for the choice between shapes
+  int slice_ns;   // the same in a slice, for which a block copies all of x itself
 
-  static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once
+  static constexpr int STORE_TOKENS = 32;  // rows of y that a warpgroup stores at once, but for the last ones
   NF4L_HD constexpr int threads() const { return (consumers + 1) * WARPGROUP; }
   NF4L_HD constexpr int block_rows() const { return consumers * WARPGROUP_ROWS; }
   NF4L_HD constexpr int row_tiles() const { return block_rows() / TILE_ROWS; }
   NF4L_HD constexpr int x_bytes() const { return tokens * GEMM_K * 2; }  // of a stage
-  NF4L_HD constexpr int store_steps() const { return tokens / STORE_TOKENS; }
-  NF4L_HD constexpr int step_bytes() const { return STORE_TOKENS * block_rows() * 4; }  // float32 sums
+  // Tokens are dealt out by eights, those of a line of the swizzle.
+  NF4L_HD constexpr int first_half() const { return int(ceil_div(tokens, 16)) * 8; }
+  NF4L_HD constexpr int first_tokens() const { return tokens > 256 ? first_half() : tokens; }
+  NF4L_HD constexpr int store_steps() const { return int(ceil_div(tokens, STORE_TOKENS)); }
+  NF4L_HD constexpr int step_tokens(int step) const {
+    const int left = tokens - step * STORE_TOKENS;
+    return left < STORE_TOKENS ? left : STORE_TOKENS;
+  }
+  // Float32 sums of a step, and the room that each has.
+  NF4L_HD constexpr int step_bytes(int step) const { return step_tokens(step) * block_rows() * 4; }
+  NF4L_HD constexpr int step_bytes() const { return step_bytes(0); }
   // Whether two clusters of two blocks can share an output tile: each block then adds up steps of either half.
   NF4L_HD constexpr bool meets() const { return consumers == 2 && store_steps() % 4 == 0; }
 };
 
 // Everything that is compiled, for each format and 16-bit type.
-constexpr GemmShape GEMM_SHAPES[] = {{64, 2, 12, 347}, {96, 2, 9, 406},  {128, 2, 7, 448}, {128, 3, 6, 620},
-                                     {160, 2, 6, 492}, {192, 2, 5, 570}, {224, 2, 4, 645}, {256, 2, 4, 687}};
+constexpr GemmShape GEMM_SHAPES[] = {
+    {64, 2, 12, 347, 347}, {96, 2, 9, 406, 406},  {128, 2, 7, 448, 448}, {128, 3, 6, 620, 620}, {160, 2, 6, 492, 492},
+    {192, 2, 5, 570, 570}, {224, 2, 4, 645, 645}, {256, 2, 4, 687, 687}, {320, 2, 3, 815, 935}, {344, 2, 3, 860, 1000},
+};
 constexpr int GEMM_SHAPE_COUNT = sizeof(GEMM_SHAPES) / sizeof(GEMM_SHAPES[0]);
 
 // Bytes that a format needs in shared memory.
@@ -130,6 +142,8 @@ struct GemmShares {
   int slices;
 
   NF4L_HD constexpr int owner(int step) const { return step - small_quotient(step, slices) * slices; }
+  // Of a block at most, for a tile of so many steps.
+  NF4L_HD constexpr int places(int steps) const { return int(ceil_div(steps, slices)) * (slices - 1); }
   // Where the owner of a step finds slice `from`'s sums of it, in step_bytes().
   NF4L_HD constexpr int place(int step, int from) const {
     return small_quotient(step, slices) * (slices - 1) + from - (from > owner(step));
@@ -181,8 +195,8 @@ inline int64_t estimated_ns(const GemmPlan& plan) {
   const GemmShape shape = GEMM_SHAPES[plan.shape];
   const GemmGrid& grid = plan.grid;
   const int64_t whole = int64_t(grid.k_tiles) * shape.tile_ns + GEMM_STORE_NS;
-  const int64_t sent = int64_t(shape.store_steps()) * shape.step_bytes() * (grid.blocks - 1) / grid.blocks;
-  const int64_t slice = ceil_div(grid.k_tiles, grid.slices()) * shape.tile_ns + GEMM_STORE_NS +
+  const int64_t sent = int64_t(shape.tokens) * shape.block_rows() * 4 * (grid.blocks - 1) / grid.blocks;
+  const int64_t slice = ceil_div(grid.k_tiles, grid.slices()) * shape.slice_ns + GEMM_STORE_NS +
                         (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS +
                         (grid.parts - 1) * (GEMM_MEETING_NS + sent / GEMM_MEETING_BYTES_A_NS);
   return GEMM_START_NS + ceil_div(grid.pairs, grid.clusters) * whole + (grid.sliced_tiles() > 0 ? slice : 0);
@@ -204,6 +218,8 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
   const int64_t sliced_clusters = 2 * sliced * parts;
   if (slices > 1 && (sliced == 0 || sliced_clusters > most || k_tiles < all_slices * GEMM_LEAST_TILES)) return false;
   if (parts == 2 && (!shape.meets() || 2 * sliced > GEMM_MOST_MEETINGS)) return false;
+  const int sums_bytes = GemmShares{blocks}.places(shape.store_steps()) * shape.step_bytes();
+  if (sliced > 0 && sums_bytes > shape.stages * shape.x_bytes()) return false;  // their room is that of x
   const int64_t wanted = all - sliced > sliced_clusters ? all - sliced : sliced_clusters;
   const int64_t sums = 2 * sliced * shape.store_steps() * shape.step_bytes();
   plan = {shape_index,

@@ -2,6 +2,8 @@
 
 from nf4linear.bench.linear import TUNE_GEMM_SLICES
 
+# Sums of slices take the room of x (plan_gemm): of fewer stages, fewer slices.
+MOST_SLICES = {320: 2, 344: 3}
 FOUR_BY_TWO = TUNE_GEMM_SLICES["2+2"]  # in place of a number of slices: four, by two clusters
 
 
@@ -9,6 +11,8 @@ def can_be_cut(width: int, consumers: int, pairs: int, k_tiles: int, slices: int
     """Of a shape (tokens, warpgroups) and a call of so many pairs of output tiles, on so many SMs."""
     if slices == FOUR_BY_TWO:
         return width in (128, 256) and consumers == 2 and pairs <= min(16, sms // 8) and k_tiles >= 16
+    if slices > MOST_SLICES.get(width, slices):
+        return False
     room = (sms * 7 // 8 if slices > 2 else sms) // max(2, slices)
     sliced = 0 if slices == 1 or room == 0 else pairs % room if slices == 2 else pairs
     return room > 0 and (slices == 1 or (0 < 2 * sliced <= room and k_tiles >= 4 * slices))

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
 PLAN = (CSRC / "gemm_wgmma_plan.h").read_text()
-SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+)\}", PLAN)
+SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+), \d+\}", PLAN)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
@@ -160,7 +160,8 @@ def test_division_without_dividing(program, n, divisor, near):
 @pytest.mark.parametrize("slices", [1, 2, FOUR_BY_TWO])
 def test_costs_of_the_longest_rows_that_are_taken(program, slices):
     """In 64 bits: an estimate that turned negative would beat everything."""
-    short, long = (f"estimate {question(len(SHAPES) - 1, 256, 4096, k, slices=slices)}" for k in (2**20, 2**30 - 64))
+    shape = [tokens for tokens, *_ in SHAPES].index("256")
+    short, long = (f"estimate {question(shape, 256, 4096, k, slices=slices)}" for k in (2**20, 2**30 - 64))
     a, b = (int(answer) for answer in ask(program, [short, long]))
     assert 0.9 < b / a / 2**10 < 1.1
 
@@ -213,5 +214,7 @@ def test_what_does_not_fit_is_refused(program):
         question(2, 1, 17 * 256, 4096, slices=FOUR_BY_TWO, sms=300),  # more output tiles than there are counters
         question(2, 1, 64, 960, slices=FOUR_BY_TWO),  # three k tiles a slice
         question(2, 1, 64, 4096, slices=FOUR_BY_TWO, sms=7),
+        question(8, 1, 64, 4096, slices=3),  # sums of 320 tokens that leave no room
+        question(9, 1, 64, 4096, slices=4),  # of 344
     ]
     assert ask(program, asked) == ["none"] * len(asked)

@@ -41,7 +41,7 @@ TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)
 TUNE_WGMMA_SHAPES = ((16, 4), (32, 2), (32, 3), (32, 4), (64, 2), (64, 3), (96, 2), (128, 2))
 TUNE_LEAST_UNITS = (1, 2, 4)
-TUNE_GEMM_SHAPES = ((64, 2), (96, 2), (128, 2), (128, 3), (160, 2), (192, 2), (224, 2), (256, 2))
+TUNE_GEMM_SHAPES = ((64, 2), (96, 2), (128, 2), (128, 3), (160, 2), (192, 2), (224, 2), (256, 2), (320, 2), (344, 2))
 TUNE_GEMM_SLICES = {"1": 1, "2": 2, "3": 3, "4": 4, "2+2": 5}
 # Tokens of the shapes of csrc/gemm_mma_plan.h, which come last, with all output tiles whole, or the last ones cut.
 TUNE_GEMM_MMA_SHAPES = (48, 64, 96, 128)
