@@ -36,7 +36,7 @@ SPECS: dict[type, tuple[WeightSpec, ...]] = {
     ),
 }
 # A kernel is tried with the first of these that it takes, which leaves few of its tokens empty, and nearly always some.
-TOKENS = (300, 225, 168, 126, 94, 70, 52, 39, 29, 21, 15, 11, 8, 6, 4, 3, 2, 1)
+TOKENS = (340, 225, 168, 126, 94, 70, 52, 39, 29, 21, 15, 11, 8, 6, 4, 3, 2, 1)
 # For the tuning flags (csrc/nf4linear.h). A number means something else to each engine: slices of the inputs, or fewest
 # units of a block. With these and SPECS, blocks work alone and add up their sums in every way that their engine has
 # (tests/test_*_plan.py); 5 is a meeting of two clusters to the prefill engine for 4-bit weights alone. The engines that
