@@ -32,6 +32,7 @@
 #include "gemm_wgmma_finish.cuh"
 #include "gemm_wgmma_load.cuh"
 #include "gemm_wgmma_plan.h"
+#include "gemm_wgmma_shape.h"
 #include "tma.cuh"
 #include "wgmma_sm90.cuh"
 
@@ -150,7 +151,7 @@ __device__ __forceinline__ void gemm_produce(const GemmArgs<typename Format::Wei
     const bool any = work.next();
     cluster_wait();
     grid_wait();
-    if (lane == 0 && any) feed(x, ring, work);
+    if (lane == 0 && any) feed(x, args.tokens, ring, work);
   } else if (warp <= Format::weight_warps(GEMM_SHAPES[SHAPE])) {
     Format::produce(args, ring, work, (warp - 1) * WARP + lane);
   } else {

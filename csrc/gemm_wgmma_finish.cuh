@@ -9,6 +9,7 @@
 #include "copy.cuh"
 #include "gemm_wgmma_load.cuh"
 #include "gemm_wgmma_plan.h"
+#include "gemm_wgmma_shape.h"
 #include "wgmma_sm90.cuh"
 
 namespace nf4l {
@@ -84,7 +85,8 @@ struct GemmFinish {
   struct GemmRows {
     float2 bias;  // of rows g and g + 8 of its warp
     int column;   // the first of the eight rows that it stores
-    int token;    // the first that it stores
+    int token;    // the first that it stores, if that is not before
+    int first;    // which is the tile's
   };
 
   // The sums of a piece of work.
@@ -184,7 +186,10 @@ struct GemmFinish {
     const int lane = thread % WARP, warp = thread / WARP;
     const int first_row = work.row_block * S.block_rows() + warpgroup * WARPGROUP_ROWS;
     const int row = first_row + warp * TILE_ROWS + lane / 4;
-    return {{bias_of(row), bias_of(row + 8)}, first_row + lane % CHUNKS * 8, work.token_tile * S.tokens + first_line()};
+    return {{bias_of(row), bias_of(row + 8)},
+            first_row + lane % CHUNKS * 8,
+            args.tokens.first(S.tokens, work.token_tile) + first_line(),
+            work.token_tile * S.tokens};
   }
 
   // A step, to where the tile's step `token_step` belongs. A lane has rows g and g + 8 of its warp's 16, tokens 2 t and
@@ -214,7 +219,7 @@ struct GemmFinish {
 #pragma unroll
     for (int i = 0; i < S.STORE_TOKENS / 4; i += LINES) {
       const int line = first_line() + i, token = rows.token + token_step * S.STORE_TOKENS + i;
-      if (token >= args.m || line >= tokens_of(step)) continue;
+      if (token < rows.first || token >= args.tokens.count || line >= tokens_of(step)) continue;
       uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + rows.column;
       put(buffer + line * LINE_BYTES + ((lane % CHUNKS ^ line % 8) << 4), to, args.n - rows.column);
     }

@@ -92,7 +92,7 @@ __device__ __forceinline__ void GemmFourBit::produce(const GemmArgs<Weight>& arg
         if (k + j >= work.begin && k + j < work.end) {
           const uint32_t full = ring.full(at.stage);
           mbarrier_wait(ring.empty(at.stage), at.phase);
-          if (thread == 0) {
+          if (thread == 0 && first_tile < args.row_tiles) {  // a copy of nothing would take long (feed)
             mbarrier_expect_tx(full, S.row_tiles() * BYTES.codes);
             cp_async_bulk_tensor_3d(ring.codes(at.stage, 0), &args.code_map, 0, k + j, first_tile, full);
           }

@@ -48,7 +48,7 @@ int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const 
   if (encoded) return encoded;
   a.bias = l.bias;
   a.y = l.y;
-  a.m = int(l.m);
+  a.tokens = GemmTokens(shape, int(l.m), plan.grid.parts);
   a.grid = plan.grid;
   a.vectors = a.n % 8 == 0 && aligned(l.y, 16);
   Workspace workspace;
@@ -57,8 +57,7 @@ int run_gemm(const GemmPlan& plan, const typename Format::Weight& weight, const 
   a.meetings = workspace.arrivals;
   CUtensorMap x;
   const int64_t k = int64_t(plan.grid.k_tiles) * GEMM_K, row_bytes = l.m > 1 ? l.x_stride * 2 : k * 2;
-  const int box = shape.first_half();
-  const int mapped = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, box, 1);
+  const int mapped = encode_activations(x, std::is_same_v<T, __half>, l.x, l.m, k, row_bytes, a.tokens.half, 1);
   if (mapped) return mapped;
   const auto launch = gemm_launcher<Format, T>(plan.shape, std::make_index_sequence<GEMM_SHAPE_COUNT>());
   return launch(plan, a, x, l.flags & NF4L_DEPENDENT_LAUNCH, target);

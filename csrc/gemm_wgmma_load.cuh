@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "gemm_wgmma_plan.h"
+#include "gemm_wgmma_shape.h"
 #include "tma.cuh"
 
 namespace nf4l {
@@ -16,7 +17,7 @@ template <class Weight>
 struct GemmArgs : Weight {
   const void* bias;  // [n] or NULL
   void* y;           // [m, n]
-  int m;
+  GemmTokens tokens;
   GemmGrid grid;
   bool vectors;        // rows of y start at multiples of 16 bytes
   float4* sums;        // of meetings: [tiles][ranks][halves][steps / 4][consumers][STORE_TOKENS / 8][128]
@@ -62,26 +63,24 @@ struct GemmRing {
 };
 
 // One thread: x of every k tile, from the piece in hand on; of two blocks that share it each copies a half to both. A
-// copy takes the engine 45 ns whatever its size. Where tokens are an odd number of eights the halves overlap by one,
-// which both bring. What lies beyond the last token is zero. Of two clusters with the same output tile the second has
-// its halves the other way round (GemmMeeting).
+// copy takes the engine 45 ns whatever its size, and longer where it goes beyond the last token (GemmTokens). Of two
+// clusters with the same output tile the second has its halves the other way round (GemmMeeting).
 template <class Format, int SHAPE>
-__device__ __forceinline__ void feed(const CUtensorMap& x, const GemmRing<Format, SHAPE>& ring, GemmWork& work) {
+__device__ __forceinline__ void feed(const CUtensorMap& x, const GemmTokens& tokens,
+                                     const GemmRing<Format, SHAPE>& ring, GemmWork& work) {
   constexpr GemmShape S = GEMM_SHAPES[SHAPE];
-  constexpr int HALF = S.first_half(), SECOND = S.tokens - HALF;
-  static_assert(SECOND % 8 == 0, "the swizzle goes by eight rows");
   RingPosition<S.stages> at(1);
   do {
     const int first = work.sliced ? 0 : work.rank, last = work.sliced ? 1 : work.rank;
     const uint16_t to = uint16_t(work.sliced ? 1 << work.rank : 3);
-    const int token = work.token_tile * S.tokens;
+    const int token = tokens.first(S.tokens, work.token_tile);
     for (int k = work.begin; k < work.end; ++k) {
       const uint32_t full = ring.full(at.stage);
       mbarrier_wait(ring.empty(at.stage), at.phase);
-      mbarrier_arrive_expect_tx(full, 2 * HALF * GEMM_K * 2);
+      mbarrier_arrive_expect_tx(full, 2 * tokens.half * GEMM_K * 2);
       for (int half = first; half <= last; ++half) {
-        const uint32_t place = ring.x(at.stage) + half * SECOND * GEMM_K * 2;
-        cp_async_bulk_tensor_3d_multicast(place, &x, 0, token + (half ^ work.part) * SECOND, k, full, to);
+        const uint32_t place = ring.x(at.stage) + half * tokens.second * GEMM_K * 2;
+        cp_async_bulk_tensor_3d_multicast(place, &x, 0, token + (half ^ work.part) * tokens.second, k, full, to);
       }
       at.step();
     }

@@ -157,7 +157,7 @@ def test_a_machine_without_a_gpu_is_told_so(monkeypatch):
     [
         ("small_batch_plan.h", r"\{(\d+), (\d+), 8\}", linear.TUNE_SHAPES),
         ("small_wgmma_plan.h", r"\{(\d+), (\d+), \d, \d, \d\}", linear.TUNE_WGMMA_SHAPES),
-        ("gemm_wgmma_plan.h", r"\{(\d+), (\d), \d+, \d+, \d+\}", linear.TUNE_GEMM_SHAPES),
+        ("gemm_wgmma_shape.h", r"\{(\d+), (\d), \d+, \d+, \d+\}", linear.TUNE_GEMM_SHAPES),
         ("small_w8_plan.h", r"\{(\d+), (\d+), 8\}", linear_w8.TUNE_SHAPES),
         ("small_wgmma_w8_plan.h", r"\{(\d+), (\d), (\d), \d+\}", linear_w8.TUNE_WGMMA_SHAPES),
         ("gemm_w8_plan.h", r"\{(\d+), (\d), \d+\}", linear_w8.TUNE_GEMM_SHAPES),

@@ -21,7 +21,7 @@ COMPILER = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="no C++ compiler")
 
 SMS, SHARED = 132, 232448  # of an H200
-PLAN = (CSRC / "gemm_wgmma_plan.h").read_text()
+PLAN = (CSRC / "gemm_wgmma_shape.h").read_text()
 SHAPES = re.findall(r"\{(\d+), (\d), (\d+), (\d+), \d+\}", PLAN)
 QUICK = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
@@ -144,6 +144,27 @@ def test_every_tile_and_every_place_once(program, shape, m, n, tiles, slices, sm
         check_walk(answer, m, n, tiles * 64, sms, slices)
     else:
         assert answer == "none"
+
+
+@pytest.mark.parametrize("shape", range(len(SHAPES)))
+def test_every_token_is_copied_once_or_twice_and_none_beyond_the_last(program, shape):
+    width = int(SHAPES[shape][0])
+    asked = [(m, 1) for m in (*range(1, width + 20), 2 * width - 1, 2 * width, 5 * width + 1, 100_003)]
+    asked += [(m, 2) for m in (1, width - 9, width, width + 1, 3 * width + 5)]
+    answers = ask(program, [f"tokens {shape} {m} {parts}" for m, parts in asked])
+    for answer, (m, parts) in zip(answers, asked, strict=True):
+        half, second, *firsts = numbers(answer)
+        assert half % 8 == 0 and second % 8 == 0 and 0 <= half - second <= 8, "no gap, and whole rows of the swizzle"
+        copied = half + second
+        assert len(firsts) == -(-m // width)
+        for tile, first in enumerate(firsts):
+            own = range(tile * width, min(tile * width + width, m))
+            assert first <= own.start and own.stop <= first + copied
+            assert first + copied <= m or (tile == 0 and m <= width)
+        if m < width and parts == 1:
+            assert copied < m + 8
+        else:
+            assert copied == width
 
 
 NUMBERS = st.one_of(st.integers(0, 2**31 - 1), st.sampled_from([0, 1, 2**31 - 1]))

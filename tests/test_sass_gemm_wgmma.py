@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(
     not (NVCC and CUOBJDUMP and NVDISASM and shutil.which("c++")),
     reason="needs nvcc, a C++ compiler, cuobjdump and nvdisasm (PyPI: nvidia-cuda-cuobjdump, nvidia-cuda-nvdisasm)",
 )
-SHAPES = 10  # GEMM_SHAPES in csrc/gemm_wgmma_plan.h
+SHAPES = 10  # GEMM_SHAPES in csrc/gemm_wgmma_shape.h
 WIDE = (8, 9)  # those of more than 256 tokens
 
 

@@ -35,7 +35,7 @@ ROUNDS = 9
 # The launch of a graph takes about 4 us. Calls of few tokens are as short, so a graph makes this many of them.
 CALLS, FEW_TOKENS = 12, 64
 # What --tune tries. Shapes of csrc/small_batch_plan.h (row tiles, tokens) with slices of K, then those of
-# csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_plan.h
+# csrc/small_wgmma_plan.h (tokens, row groups) with the fewest units of a block, then those of csrc/gemm_wgmma_shape.h
 # (tokens, warpgroups) with slices of K, of which four may be those of one cluster or of two.
 TUNE_SHAPES = ((1, 1), (2, 1), (1, 8), (2, 8), (1, 16), (2, 16), (1, 32))
 TUNE_SLICES = (1, 2, 3, 4, 6, 8, 12, 16)

@@ -50,7 +50,7 @@ def slices_of(shape: int, spec: FourBitSpec, tokens: int) -> list[int]:
     return [slices for slices in TUNE_GEMM_SLICES.values() if can_be_cut(width, consumers, pairs, k_tiles, slices, sms)]
 
 
-# Tokens of GEMM_SHAPES in csrc/gemm_wgmma_plan.h, which come after the shapes of the other engines.
+# Tokens of GEMM_SHAPES in csrc/gemm_wgmma_shape.h, which come after the shapes of the other engines.
 SHAPES = tuple(tokens for tokens, _ in TUNE_GEMM_SHAPES)
 ENGINE = PrefillEngine(
     SHAPES, len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES), slices_of, 65, 777, (SHAPES.index(192), SHAPES.index(256))

@@ -8,6 +8,8 @@
 // each slice, behind ',' for each step: the step, its owner and, if that is another slice, the place there.
 //   estimate shape m n k slices sms shared_bytes
 // "none", or how long the plan should take, in nanoseconds.
+//   tokens shape m parts
+// tokens of a half of x and where the second one begins, and the first token of each tile, as they are copied.
 //   divide n d
 // n / d as csrc/deal.h has it: by a Divider, and for d up to 4 by small_quotient.
 #include <iostream>
@@ -36,6 +38,16 @@ int main() {
       int n = 0, d = 1;
       words.ignore(7) >> n >> d;
       std::cout << nf4l::Divider(d).quotient(n) << ' ' << (d <= 4 ? nf4l::small_quotient(n, d) : n / d) << '\n';
+      continue;
+    }
+    if (line.rfind("tokens ", 0) == 0) {
+      int shape = 0, m = 0, parts = 0;
+      words.ignore(7) >> shape >> m >> parts;
+      const int width = nf4l::GEMM_SHAPES[shape].tokens;
+      const nf4l::GemmTokens tokens(nf4l::GEMM_SHAPES[shape], m, parts);
+      std::cout << tokens.half << ' ' << tokens.second;
+      for (int tile = 0; tile * width < m; ++tile) std::cout << ' ' << tokens.first(width, tile);
+      std::cout << '\n';
       continue;
     }
     const bool estimate = line.rfind("estimate ", 0) == 0;
