@@ -48,8 +48,10 @@ int run_gemm_w8(const GemmW8Plan& plan, const nf4l_weight& w, const nf4l_linear_
   a.raised = workspace.arrivals;
   constexpr bool HALF = std::is_same_v<T, __half>;
   const int64_t row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  if (const int status = encode_activations(a.x, HALF, l.x, l.m, w.k, row_bytes, GEMM_W8_SHAPES[plan.shape].tokens, 1))
-    return status;
+  const int tokens = GEMM_W8_SHAPES[plan.shape].tokens;
+  a.last_tokens = int(ceil_div(l.m - int64_t(plan.cut.token_tiles - 1) * tokens, 8)) * 8;
+  if (const int s = encode_activations(a.x, HALF, l.x, l.m, w.k, row_bytes, tokens, 1)) return s;
+  if (const int s = encode_activations(a.last_x, HALF, l.x, l.m, w.k, row_bytes, a.last_tokens, 1)) return s;
   const int row_tiles = int(ceil_div(w.n, TILE_ROWS));
   const int status = encode_codes(a.codes, w.qweight, row_tiles, plan.cut.k_tiles, GemmW8Shape::TILE_CODES,
                                   GEMM_W8_SHAPES[plan.shape].row_tiles());

@@ -15,12 +15,14 @@ namespace nf4l {
 struct GemmW8Args {
   CUtensorMap codes;        // [row_tiles][k_tiles][2][512], in boxes of one k tile of a row block
   CUtensorMap x;            // [m][k], in boxes [tokens][64]
+  CUtensorMap last_x;       // the same for the last tile of tokens, in boxes [last_tokens][64]
   const float* row_maxima;  // [n]
   const void* bias;         // [n] or NULL
   void* y;                  // [m, n], or transposed [n, m]
   float4* slots;            // [blocks][consumers][lane_results / 4][128]
   unsigned* raised;         // [blocks], zero before and after
   int m, n;
+  int last_tokens;  // those that the last tile has, by eights
   GemmCut cut;
   bool transposed;
   bool vectors;  // y takes 16 bytes at once
@@ -51,7 +53,8 @@ struct GemmW8Ring {
 };
 
 // The feeding thread. A copy takes the copy engine 45 ns whatever its size, so that x and the codes of a k tile are one
-// each. What lies beyond the last token or row tile is zero.
+// each; but longer the more of it lies beyond the last token, so the last tile's are smaller, and what a stage holds
+// beyond them is never stored. What lies beyond the last row tile is zero.
 template <int SHAPE>
 struct GemmW8Feeder {
   static constexpr GemmW8Shape S = GEMM_W8_SHAPES[SHAPE];
@@ -63,9 +66,9 @@ struct GemmW8Feeder {
     RingPosition<S.stages> at(1);
     GemmPieces piece(args.cut, blockIdx.x);
     for (int filled = 0; filled < S.stages && piece.next();) {
-      const int row_block = OutTile(args.cut, piece.tile).row_block;
+      const OutTile out(args.cut, piece.tile);
       for (int k = piece.begin; k < piece.end && filled < S.stages; ++k, ++filled, at.step())
-        copy_codes(at.stage, k, row_block);
+        copy_codes(at.stage, k, out);
     }
   }
 
@@ -78,18 +81,24 @@ struct GemmW8Feeder {
       for (int k = piece.begin; k < piece.end; ++k, ++i, at.step()) {
         if (i >= S.stages) {
           mbarrier_wait(ring.empty(at.stage), at.phase);
-          copy_codes(at.stage, k, out.row_block);
+          copy_codes(at.stage, k, out);
         }
-        cp_async_bulk_tensor_3d(ring.x(at.stage), &args.x, 0, out.token_tile * S.tokens, k, ring.full(at.stage));
+        const CUtensorMap* x = is_last(out) ? &args.last_x : &args.x;
+        cp_async_bulk_tensor_3d(ring.x(at.stage), x, 0, out.token_tile * S.tokens, k, ring.full(at.stage));
       }
     }
   }
 
  private:
-  __device__ __forceinline__ void copy_codes(int stage, int k, int row_block) const {
-    const int bytes = S.row_tiles() * GemmW8Shape::TILE_CODES;
-    mbarrier_arrive_expect_tx(ring.full(stage), S.x_bytes() + bytes);
-    cp_async_bulk_tensor_3d(ring.codes(stage), &args.codes, 0, k, row_block * S.row_tiles(), ring.full(stage));
+  __device__ __forceinline__ bool is_last(const OutTile& out) const {
+    return out.token_tile == args.cut.token_tiles - 1;
+  }
+
+  // And the stage now waits for them and for x.
+  __device__ __forceinline__ void copy_codes(int stage, int k, const OutTile& out) const {
+    const int bytes = S.row_tiles() * GemmW8Shape::TILE_CODES, tokens = is_last(out) ? args.last_tokens : S.tokens;
+    mbarrier_arrive_expect_tx(ring.full(stage), tokens * GEMM_K * 2 + bytes);
+    cp_async_bulk_tensor_3d(ring.codes(stage), &args.codes, 0, k, out.row_block * S.row_tiles(), ring.full(stage));
   }
 };
 

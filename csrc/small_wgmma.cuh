@@ -145,7 +145,7 @@ struct Consumer {
       wgmma_fence();
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
-        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2][s], x + j * (S.tokens * 128 / 16) + 2 * s, s != 0);
+        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2][s], x + uint32_t(j * args.x_rows * (TILE_K4 * 2 / 16)) + 2 * s, s != 0);
       }
       wgmma_commit_group();
       if (j == 0) {

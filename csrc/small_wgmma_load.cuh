@@ -20,6 +20,7 @@ struct SmallWgmmaArgs : FourBitWeight {
   float4* slots;      // [blocks][head, tail][lane_results / 4][row_groups * 128]
   unsigned* arrived;  // [blocks], zero before and after
   int m;
+  int x_rows;     // of x in a copy: m, by eights
   Bursts bursts;  // of one row block
   Deal deal;
   bool dependent;  // launched before the previous kernel ended
@@ -162,7 +163,8 @@ struct Producer {
     // Both kinds of scales take 64 bytes for 16 rows; codes cover four tiles, float32 scales one.
     const int code_column = tile * (TILE_BYTES / 8), scale_column = (nested ? tile / BURST : tile) * 8;
     if (elect_one()) {
-      mbarrier_arrive_expect_tx(ring.full(stage), S.stage_bytes() + S.row_tiles() * scale_bytes);
+      const int x_bytes = S.burst * args.x_rows * TILE_K4 * 2, code_bytes = S.row_tiles() * S.burst * TILE_BYTES;
+      mbarrier_arrive_expect_tx(ring.full(stage), x_bytes + code_bytes + S.row_tiles() * scale_bytes);
       cp_async_bulk_tensor_2d(ring.codes(stage, 0), &maps.codes, code_column, row_tile, ring.full(stage), policy);
       cp_async_bulk_tensor_2d(ring.scales(stage, 0), &maps.scales, scale_column, row_tile, ring.full(stage), policy);
     }

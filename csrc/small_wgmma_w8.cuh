@@ -42,7 +42,7 @@ struct W8Consumer : W8Operand<Code, T, W8Ring<SHAPE, GROUPED>> {
   using Operand::convert, Operand::release, Operand::step;
   static constexpr SmallWgmmaW8Shape S = SMALL_WGMMA_W8_SHAPES[SHAPE];
   static constexpr int RESULTS = S.lane_results();
-  const int group_shift;
+  const int group_shift, x_rows;
   float product[GROUPED ? RESULTS : 1];
 
   __device__ __forceinline__ void load(int half, int stage, int tile) {
@@ -85,7 +85,7 @@ struct W8Consumer : W8Operand<Code, T, W8Ring<SHAPE, GROUPED>> {
     for (int j = 0; j < S.burst; ++j) {
       const bool last = j + 1 == S.burst;
       const int next_stage = last ? at.stage : stage, next_tile = last ? 0 : j + 1;
-      const uint64_t x = x_of_unit + j * (S.tokens * 128 / 16);
+      const uint64_t x = x_of_unit + uint32_t(j * x_rows * (TILE_K4 * 2 / 16));
       const int in_group = GROUPED ? j & ((1 << group_shift) - 1) : 0;
       step(into, 0, x, GROUPED ? in_group > 0 : add || j > 0);
       convert(2);
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(SMALL_WGMMA_W8_SHAPES[SHAPE].threads(), 1)
     setmaxnreg_inc<REGISTERS.consumer>();
     __syncthreads();
     grid_wait();  // slots and y may be in use until then
-    W8Consumer<Code, T, SHAPE, GROUPED> consumer = {{ring, warp, lane}, args.group_shift};
+    W8Consumer<Code, T, SHAPE, GROUPED> consumer = {{ring, warp, lane}, args.group_shift, args.x_rows};
     const Finish<SmallWgmmaW8<T, SHAPE, GROUPED>> finish(args, mailbox);
     consumer.start();
     for (int begin = stretch.begin; begin < stretch.end;) {

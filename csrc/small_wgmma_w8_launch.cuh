@@ -37,7 +37,7 @@ SmallWgmmaW8Launcher small_wgmma_w8_launcher(int shape, bool grouped, std::index
 inline int encode_maps(SmallWgmmaW8Args& a, SmallWgmmaW8Shape shape, const nf4l_weight& w, const nf4l_linear_args& l,
                        bool half) {
   const int64_t x_row_bytes = l.m > 1 ? l.x_stride * 2 : w.k * 2;
-  if (const int s = encode_activations(a.x, half, l.x, l.m, w.k, x_row_bytes, shape.tokens, shape.burst)) return s;
+  if (const int s = encode_activations(a.x, half, l.x, l.m, w.k, x_row_bytes, a.x_rows, shape.burst)) return s;
   if (w.blocksize == 0) return NF4L_OK;
   const int group_bytes = TILE_ROWS * 4, groups = a.k_tiles >> a.group_shift, box_groups = shape.burst >> a.group_shift;
   return encode_bytes(a.scales, w.scales, a.row_tiles, groups * group_bytes, shape.row_tiles(),
@@ -53,6 +53,7 @@ int run_small_wgmma_w8(const SmallWgmmaW8Plan& plan, const nf4l_weight& w, const
   a.y = l.y;
   a.m = int(l.m);
   a.n = int(w.n);
+  a.x_rows = int(ceil_div(l.m, 8)) * 8;
   a.codes = w.qweight;
   a.row_tiles = int(ceil_div(w.n, TILE_ROWS));
   a.k_tiles = int(w.k / TILE_K4);

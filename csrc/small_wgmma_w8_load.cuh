@@ -14,7 +14,7 @@
 namespace nf4l {
 
 struct SmallWgmmaW8Args {
-  CUtensorMap x;            // [m][k], in boxes [burst][tokens][64]
+  CUtensorMap x;            // [m][k], in boxes [burst][x_rows][64]
   const uint8_t* codes;     // [row_tiles][k_tiles][2][512]
   CUtensorMap scales;       // group scales [row_tiles][k_tiles >> group_shift][16], in boxes of a unit
   const float* row_maxima;  // [n], where there are no group scales
@@ -23,6 +23,7 @@ struct SmallWgmmaW8Args {
   float4* slots;            // [blocks][head, tail][lane_results / 4][row_groups * 128]
   unsigned* arrived;        // [blocks], zero before and after
   int m, n;
+  int x_rows;  // m, by eights
   int row_tiles, k_tiles;
   int group_shift;  // log2 of the k tiles under one group scale
   int bursts;       // of one row block
@@ -104,7 +105,7 @@ struct W8Producer {
     const int rows = min(S.row_tiles(), args.row_tiles - row_tile);
     if (lane == 0) {
       const int scale_bytes = GROUPED ? S.scale_bytes() >> args.group_shift : 0;
-      mbarrier_arrive_expect_tx(ring.full(stage), S.x_bytes() + rows * code_bytes + scale_bytes);
+      mbarrier_arrive_expect_tx(ring.full(stage), S.burst * args.x_rows * TILE_K4 * 2 + rows * code_bytes + scale_bytes);
       if (GROUPED) {
         const int column = (tile >> args.group_shift) * (TILE_ROWS * 4 / 8);  // in words of eight bytes
         cp_async_bulk_tensor_2d(ring.scales(stage), &args.scales, column, row_tile, ring.full(stage), policy);
