@@ -143,9 +143,10 @@ struct Consumer {
     for (int j = 0; j < S.burst; ++j) {
       if (j > 0) scale[j % 2] = scales.read(j, lane);
       wgmma_fence();
+      const uint64_t x_tile = x + uint32_t(j * args.x_rows * (TILE_K4 * 2 / 16));
 #pragma unroll
       for (int s = 0; s < 4; ++s) {
-        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2][s], x + uint32_t(j * args.x_rows * (TILE_K4 * 2 / 16)) + 2 * s, s != 0);
+        wgmma_m64k16<T>(product[j % S.accumulators], a[j % 2][s], x_tile + 2 * s, s != 0);
       }
       wgmma_commit_group();
       if (j == 0) {

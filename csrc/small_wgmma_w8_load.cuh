@@ -105,7 +105,8 @@ struct W8Producer {
     const int rows = min(S.row_tiles(), args.row_tiles - row_tile);
     if (lane == 0) {
       const int scale_bytes = GROUPED ? S.scale_bytes() >> args.group_shift : 0;
-      mbarrier_arrive_expect_tx(ring.full(stage), S.burst * args.x_rows * TILE_K4 * 2 + rows * code_bytes + scale_bytes);
+      const int x_bytes = S.burst * args.x_rows * TILE_K4 * 2;
+      mbarrier_arrive_expect_tx(ring.full(stage), x_bytes + rows * code_bytes + scale_bytes);
       if (GROUPED) {
         const int column = (tile >> args.group_shift) * (TILE_ROWS * 4 / 8);  // in words of eight bytes
         cp_async_bulk_tensor_2d(ring.scales(stage), &args.scales, column, row_tile, ring.full(stage), policy);
