@@ -44,6 +44,11 @@ def launch(
     return y if library.linear(native.describe_weight(spec, *operands(spec, packed)), x, bias, y, flags) else None
 
 
+def on_hopper(library: native.CudaLibrary) -> bool:
+    """Whether the kernels that are Hopper's alone can run."""
+    return torch.cuda.get_device_capability() == (9, 0) and "90a" in library.architectures
+
+
 def written_alone(write: Callable[[Tensor], bool], shape: tuple[int, int], shift: int) -> Tensor:
     """What write(y) makes of y, NaN before, `shift` elements off in a buffer whose other elements must stay."""
     size = shape[0] * shape[1]

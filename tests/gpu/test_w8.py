@@ -9,7 +9,7 @@ What they compute, with T the 16-bit type of x and all sums in float32; codes ar
 
 import pytest
 import torch
-from fused import DEPENDENT, DTYPES, ROUNDING, any_weight, relative_error, written_alone
+from fused import DEPENDENT, DTYPES, ROUNDING, any_weight, on_hopper, relative_error, written_alone
 from order_of_work import (  # noqa: F401
     test_graphs_replay_on_new_inputs,
     test_two_graphs_at_once,
@@ -32,12 +32,18 @@ SPECS = (
     EightBitSpec("w8_s8", 300, 1024, group_size=64),
     EightBitSpec("w8_s8", 130, 640, group_size=128),
 )
-WHOLE, CUT = 1, 2
+WHOLE, CUT = 1, 2  # output tiles of the prefill engine
 TRANSPOSED = native.TRANSPOSED_OUTPUT
-
-
-def on_hopper(library) -> bool:
-    return torch.cuda.get_device_capability() == (9, 0) and "90a" in library.architectures
+# (shape, cut, most tokens) of the two engines that are Hopper's alone, counted behind the first one's shapes. To the
+# wgmma engine a cut is the fewest units of a block.
+HOPPER = [
+    *((len(TUNE_SHAPES) + i, units, s[0]) for i, s in enumerate(TUNE_WGMMA_SHAPES) for units in (1, 3)),
+    *(
+        (len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES) + i, cut, None)
+        for i in range(len(TUNE_GEMM_SHAPES))
+        for cut in (WHOLE, CUT)
+    ),
+]
 
 
 def has_room() -> bool:
@@ -66,21 +72,37 @@ def launch(library, spec, packed, x, flags=0, bias=None):
     return (y.T if transposed else y) if done else None
 
 
-def launch_fused(library, spec, packed, x, flags=0):
-    """The same by the launch table's choice, or where that would leave a small weight to a GEMM, by a Hopper kernel."""
-    tokens = x.shape[0]
-    got = launch(library, spec, packed, x, flags | hopper_flags(tokens))
+def hopper_flags(library, spec, tokens) -> list[int]:
+    """Flags of every Hopper shape and cut that takes such a call on this GPU, those of the prefill engine last."""
+    if not on_hopper(library):
+        return []
+    return [
+        native.tuned(shape, cut)
+        for shape, cut, most in HOPPER
+        if (tokens <= most if most else not spec.group_size)  # only the engine for few tokens has group scales
+    ]
+
+
+def fused_flags(library, spec, tokens) -> int:
+    """What launch_fused asks for: up to 32 tokens the launch table's choice, from 33 on, where the table leaves small
+    weights to a GEMM, the first Hopper shape that takes so many, if any. Its cut is 1: one unit a block at least, or
+    all output tiles whole."""
+    return next(iter(hopper_flags(library, spec, tokens)), 0) if tokens > 32 else 0
+
+
+def check_launched(got, library, spec, tokens):
+    """That a kernel ran where this GPU has one for so many tokens, and only there."""
     if tokens <= 16 or tokens > 32 or has_room():
-        assert (got is not None) == (tokens <= 32 or (on_hopper(library) and (tokens <= 64 or not spec.group_size)))
+        assert (got is not None) == (tokens <= 32 or bool(hopper_flags(library, spec, tokens)))
+
+
+def launch_fused(library, spec, packed, x, flags=0, bias=None):
+    """The same by a kernel, however small the weight: from 33 tokens on the launch table is not asked (fused_flags).
+    None where this GPU has no kernel for so many tokens."""
+    tokens = x.shape[0]
+    got = launch(library, spec, packed, x, flags | fused_flags(library, spec, tokens), bias)
+    check_launched(got, library, spec, tokens)
     return got
-
-
-def hopper_flags(tokens: int) -> int:
-    """Flags for the first Hopper shape that takes more than 32 tokens; none for fewer."""
-    if tokens <= 32:
-        return 0
-    fits = [shape for shape, (most, *_) in enumerate(TUNE_WGMMA_SHAPES) if tokens <= most]
-    return native.tuned(len(TUNE_SHAPES) + (fits[0] if fits else len(TUNE_WGMMA_SHAPES)), WHOLE)
 
 
 # ---- values ----------------------------------------------------------------------------------------------------------
@@ -106,15 +128,20 @@ def test_every_code_is_exact(library, dtype, name, tokens):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("tokens", [1, 2, 7, 8, 9, 16, 17, 32, 33, 64, 65, 300])
-def test_error_is_that_of_dequantize_and_gemm(weight, dtype, tokens):
+def test_error_is_that_of_dequantize_and_gemm(weight, library, dtype, tokens):
     spec, canonical, packed = weight
     x = torch.randn(tokens, spec.k, device="cuda").to(dtype)
     bias = torch.randn(spec.n, device="cuda").to(dtype)
     exact = x.double() @ reference.dequantize(spec, canonical, torch.float32).double().T + bias.double()
-    got = ops.linear(x, *operands(spec, packed), bias, *geometry(spec))
     gemm = torch.nn.functional.linear(x, reference.dequantize(spec, canonical, dtype), bias)
-    assert relative_error(got, exact) <= 1.05 * relative_error(gemm, exact) + 1e-4
+    most = 1.05 * relative_error(gemm, exact) + 1e-4
+    got = ops.linear(x, *operands(spec, packed), bias, *geometry(spec))
+    assert relative_error(got, exact) <= most
     assert torch.equal(got, ops.linear(x, *operands(spec, packed), bias, *geometry(spec))), "two calls differ"
+    fused = launch_fused(library, spec, packed, x, bias=bias)  # the operator leaves these weights to a GEMM from 33 on
+    if fused is not None:
+        assert relative_error(fused, exact) <= most
+        assert torch.equal(fused, launch_fused(library, spec, packed, x, bias=bias)), "two kernel calls differ"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -135,17 +162,6 @@ def test_every_small_shape_and_cut(weight, library, dtype, shape, slices):
             assert torch.equal(got, launch(library, spec, packed, x, native.tuned(shape, slices) | flags))
     x = torch.randn(most + 1, spec.k, device="cuda").to(dtype)
     assert launch(library, spec, packed, x, native.tuned(shape, slices)) is None
-
-
-# (shape, cut, most tokens) of the two engines that are Hopper's alone, counted behind the first one's shapes.
-HOPPER = [
-    *((len(TUNE_SHAPES) + i, units, s[0]) for i, s in enumerate(TUNE_WGMMA_SHAPES) for units in (1, 3)),
-    *(
-        (len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES) + i, cut, None)
-        for i in range(len(TUNE_GEMM_SHAPES))
-        for cut in (WHOLE, CUT)
-    ),
-]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -170,7 +186,7 @@ def test_every_hopper_shape_and_cut(hopper, weight, library, dtype, shape, cut, 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_shapes(library, dtype):
-    """Several row groups a warp, groups across warps, output tiles across blocks."""
+    """Several row groups a warp, groups across warps, output tiles across blocks; the launch table alone decides."""
     spec = EightBitSpec("w8_s8", 14336 + 24, 4096 + 64)
     canonical = fresh_weight(spec, device="cuda")
     packed = reorder.pack(spec, canonical)
@@ -179,14 +195,18 @@ def test_large_shapes(library, dtype):
     exact = x.double() @ exact_weight.T
     for tokens in (1, 2, 7, 8, 12, 16, 24, 32, 48, 64, 96, 128, 200, 256, 700, 1200):
         got = launch(library, spec, packed, x[:tokens])
-        assert got is not None or not on_hopper(library), "no such call is left to a GEMM"
+        check_launched(got, library, spec, tokens)
         if got is not None:
             assert relative_error(got, exact[:tokens]) < ROUNDING[dtype], tokens
 
 
 @pytest.mark.parametrize("variant", mixed.VARIANTS)
 def test_mixed_products(library, variant):
-    for m, n, k in ((5, 7, 64), (100, 300, 320), (520, 1000, 1088), (33, 20, 96)):
+    shapes = [(5, 7, 64), (100, 300, 320), (520, 1000, 1088), (33, 20, 96)]
+    narrow_first = variant.split("_")[0] in mixed.NARROW
+    for tokens, rows, k in ((64, 1024, 2048), (128, 4096, 4096)):  # large enough for Hopper's kernels
+        shapes.append((rows, tokens, k) if narrow_first else (tokens, rows, k))
+    for m, n, k in shapes:
         generator = torch.Generator("cuda").manual_seed(m)
         dense, given = [], []
         for kind, shape, reorder_operand in zip(
@@ -216,7 +236,7 @@ def test_only_the_output_is_written(weight, library, tokens, transposed):
     want = launch_fused(library, spec, packed, x, transposed)
     if want is None:
         return
-    flags = transposed | hopper_flags(tokens)
+    flags = transposed | fused_flags(library, spec, tokens)
     described = native.describe_weight(spec, *operands(spec, packed))
     for shift in (0, 1, 7):
         shape = (spec.n, tokens) if transposed else (tokens, spec.n)
@@ -224,8 +244,12 @@ def test_only_the_output_is_written(weight, library, tokens, transposed):
         assert torch.equal(y.T if transposed else y, want)
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 16, 40])
+@pytest.mark.parametrize("tokens", [1, 5, 16, 40, 300])
 def test_activations_anywhere(weight, library, tokens):
+    """Views that start at any element, rows apart from each other: the operator copies what the kernel cannot read.
+
+    From 33 tokens on it leaves these weights to the framework's GEMM, which sums in another order for other strides.
+    """
     spec, _, packed = weight
     x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
     want = ops.linear(x, *operands(spec, packed), None, *geometry(spec))
@@ -233,6 +257,11 @@ def test_activations_anywhere(weight, library, tokens):
         view = torch.empty(tokens, width, device="cuda", dtype=torch.float16)[:, shift % 8 : shift % 8 + spec.k]
         view.copy_(x)
         assert relative_error(ops.linear(view, *operands(spec, packed), None, *geometry(spec)), want.double()) < 1e-3
+    wide = torch.full((tokens, spec.k + 64), torch.nan, device="cuda", dtype=torch.float16)
+    wide[:, : spec.k] = x
+    for flags in hopper_flags(library, spec, tokens):
+        apart = launch(library, spec, packed, wide[:, : spec.k], flags)
+        assert apart is not None and torch.equal(apart, launch(library, spec, packed, x, flags)), hex(flags)
 
 
 # ---- order of work ---------------------------------------------------------------------------------------------------
