@@ -92,6 +92,9 @@ def test_the_table(program):
         (AS_W8 | {"blocksize": 64, "m": 65}, "gemm"),  # no scales inside that engine's loop
         (AS_W8 | {"m": 64}, "small_wgmma_w8"),
         (AS_W8 | {"m": 65}, "gemm_w8"),
+        (AS_W8 | {"n": 1024, "k": 5120, "m": 384}, "gemm_w8"),  # estimated 3 % shorter than dequantize + GEMM
+        (AS_W8 | {"n": 1024, "k": 4608, "m": 577}, "gemm_w8"),  # level
+        (AS_W8 | {"n": 1024, "k": 2048, "m": 2048}, "gemm"),  # half a percent longer
         (AS_W8 | {"dtype": F32}, "gemm"),
         ({"flags": 4}, "gemm"),  # 4-bit engines do not transpose
         (AS_W8 | {"flags": 4}, "small_w8"),
