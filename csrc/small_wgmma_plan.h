@@ -84,12 +84,18 @@ struct Sharers {
 };
 
 // What a block of a small weight gets at least, in units: the sums of many blocks would take longer than their work,
-// those of more than MOST_SPREAD to a row block above all (96 tokens: 512x8192 10.7 us, with twice as many 15.1). Where
-// it does not divide the units of a row block, one more block can have a part of it, and then its owner adds alone.
+// those of more than MOST_SPREAD to a row block above all (96 tokens: 512x8192 10.7 us, with twice as many 15.1). Up to
+// a third more where that divides a row block, so that all who share it add up; else its owner adds alone, and one more
+// block than MOST_SPREAD can have a part of it.
 constexpr int least_units(int burst, int64_t k) {
   constexpr int LEAST_TILES = 4;
   const int even_share = int(ceil_div(k / TILE_K4, Sharers::MOST_SPREAD));
-  return int(ceil_div(even_share > LEAST_TILES ? even_share : LEAST_TILES, burst));
+  const int least = int(ceil_div(even_share > LEAST_TILES ? even_share : LEAST_TILES, burst));
+  const int64_t bursts = ceil_div(k / TILE_K4, burst);
+  for (int units = least; units <= least * 4 / 3; ++units) {
+    if (bursts % units == 0) return units;
+  }
+  return least;
 }
 
 // A number of bursts, and the division of units by it.

@@ -36,11 +36,14 @@ FLAT, TILED, TILED_W8 = 0, 1, 2
 SHAPES = (
     (576, 576), (192, 576), (512, 2048), (1024, 3072), (512, 8192), (1024, 4096), (1024, 8192), (1024, 14336),
     (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672),
-    (128256, 4096), (2048, 8192),
+    (128256, 4096), (2048, 8192), (896, 896), (1152, 896), (2048, 1024),
 )  # fmt: skip
 TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024, 1536, 3072, 3073)
-W8_SHAPES = ((1024, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192))
-W8_TOKENS = (1, 8, 16, 32, 64, 100, 512, 3456)
+W8_SHAPES = (
+    (1024, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (896, 896), (512, 2048), (2048, 4096),
+)  # fmt: skip
+W8_TOKENS = (1, 8, 16, 32, 64, 65, 100, 192, 256, 512, 3456)
+MOST_SPREAD = 8  # blocks that add up a row block together, csrc/small_wgmma_plan.h
 AS_W8 = {"format": W8_S8, "layout": TILED_W8, "blocksize": 0, "nested": 0}
 
 
@@ -91,6 +94,9 @@ def test_the_table(program):
         (AS_W8 | {"blocksize": 64, "m": 65}, "gemm"),  # no scales inside that engine's loop
         (AS_W8 | {"m": 64}, "small_wgmma_w8"),
         (AS_W8 | {"m": 65}, "gemm_w8"),
+        (AS_W8 | {"n": 1024, "k": 5120, "m": 384}, "gemm_w8"),  # estimated 3 % shorter than dequantize + GEMM
+        (AS_W8 | {"n": 1024, "k": 4608, "m": 577}, "gemm_w8"),  # level
+        (AS_W8 | {"n": 1024, "k": 2048, "m": 2048}, "gemm"),  # half a percent longer
         (AS_W8 | {"dtype": F32}, "gemm"),
         ({"flags": 4}, "gemm"),  # 4-bit engines do not transpose
         (AS_W8 | {"flags": 4}, "small_w8"),
@@ -220,6 +226,70 @@ def test_plans_hold(program, device, n, tiles, m, nested, tuned):
         check_plan(answer, device, n, tiles * 64, m)
     elif answer == "gemm" and tuned[0] == 0 and device[2] > 200_000:
         pytest.fail("a GPU with Hopper's shared memory takes every shape up to 32 tokens")
+
+
+def most_sharers(base: int, extra: int, bursts: int, row_blocks: int) -> int:
+    """Of one row block, with units dealt as csrc/deal.h has it."""
+    longer = extra * (base + 1)
+
+    def block(unit: int) -> int:
+        return unit // (base + 1) if unit < longer else extra + (unit - longer) // base
+
+    return max(block((r + 1) * bursts - 1) - block(r * bursts) + 1 for r in range(row_blocks))
+
+
+def small_wgmma_cut(answer: str, n: int) -> tuple[int, int, int, int, int] | None:
+    """Tiles of a unit, units and number of row blocks, and the deal; None where another engine answers."""
+    engine, *words = answer.split()
+    if engine not in ("small_wgmma", "small_wgmma_w8"):
+        return None
+    tokens, row_groups, burst, bursts, _, base, extra, *_ = map(int, words)
+    if engine == "small_wgmma":  # has its accumulators in that place
+        burst = 2 if tokens == 128 else 4
+    return burst, bursts, -(-n // (64 * row_groups)), base, extra
+
+
+def test_few_share_a_row_block_and_stretches_stay_short(program):
+    """One sharer more than can add up together at most, where the least stretch does not divide the row block. A block
+    has half as much again as its fair share, rounded up to bursts, at most."""
+    cases = [
+        (n, k, m, case)
+        for n in (256, 384, 640, 1024, 1152, 1280, 2048, 2496, 4096, 8192)
+        for k in range(64, 16385, 64)
+        for case, tokens in (({}, (17, 33, 65, 97)), (AS_W8, (17, 33)))
+        for m in tokens
+    ]
+    sms = DEVICES["H200"][1]
+    got = answers(program, [question(DEVICES["H200"], n, k, m, **case) for n, k, m, case in cases])
+    fused = 0
+    for (n, k, m, _), answer in zip(cases, got, strict=True):
+        if not (cut := small_wgmma_cut(answer, n)):
+            continue
+        fused += 1
+        burst, bursts, row_blocks, base, extra = cut
+        assert most_sharers(base, extra, bursts, row_blocks) <= MOST_SPREAD + 1, (n, k, m, answer)
+        fair = max(k / 64 / MOST_SPREAD, 4, row_blocks * bursts * burst / sms)
+        assert (base + (extra > 0)) * burst <= 1.5 * (fair + burst), (n, k, m, answer)
+    assert fused > len(cases) / 2
+
+
+@pytest.mark.parametrize(
+    ("n", "k", "case", "sharers"),
+    [
+        (1024, 2560, AS_W8, 5),
+        (640, 2560, AS_W8, 5),
+        (1024, 5120, {}, 5),
+        (1280, 13824, {}, 6),
+        (1024, 14336, {}, 8),  # the least stretch divides the row block
+        (1024, 2304, {}, None),  # half as much again would, which is more than it is worth
+        (1024, 11008, {}, None),  # 43 bursts
+    ],
+)
+def test_all_sharers_add_up_where_a_little_more_work_allows_it(program, n, k, case, sharers):
+    (answer,) = answers(program, [question(DEVICES["H200"], n, k, 48, **case)])
+    _, bursts, row_blocks, base, extra = small_wgmma_cut(answer, n)
+    even = extra == 0 and bursts % base == 0
+    assert (most_sharers(base, extra, bursts, row_blocks) if even else None) == sharers
 
 
 if __name__ == "__main__":
