@@ -38,7 +38,7 @@ MOST_KEPT_TOKENS = 64
 def most_fused_tokens(spec: WeightSpec) -> float:
     """With more tokens no GPU has a fused kernel for such a weight (csrc/dispatch.h), so the library is not asked."""
     if isinstance(spec, FourBitSpec):
-        return 3072
+        return 8192
     return 64 if spec.group_size else math.inf
 
 
