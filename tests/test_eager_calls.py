@@ -57,7 +57,7 @@ def by_gemm(layer, x):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("shape", [(4000,), (1, 4000), (2, 3, 600), (1, 1, 1, 3073)])
+@pytest.mark.parametrize("shape", [(9000,), (1, 9000), (2, 3, 1400), (1, 1, 1, 8193)])
 def test_long_prompts_are_the_operators_bits(bias, shape):
     layer, library = make_layer(bias), StandIn(0)
     x = inputs(*shape)
@@ -84,7 +84,7 @@ def test_what_a_kernel_may_take_is_asked_for_each_time(cls, options, tokens):
 def test_kernels_of_few_tokens_beside_prompts():
     layer, library = make_layer(), StandIn(4)
     weight = bound(layer, library)
-    for tokens in (1, 4000, 4, 8, 1, 8):
+    for tokens in (1, 9000, 4, 8, 1, 8):
         x = inputs(tokens)
         exact = torch.nn.functional.linear(x.float(), layer.dequantize(torch.float32), layer.bias.float())
         torch.testing.assert_close(weight.linear(x, layer.bias).float(), exact, rtol=2e-2, atol=2e-2)
@@ -96,14 +96,14 @@ def test_an_error_is_left_to_the_operator():
     weight = bound(layer, library)
     assert weight.linear(inputs(2), layer.bias) is None and library.dequantized == 0
     library.launch_dequantize = lambda *args: ERROR
-    assert bound(layer, library).linear(inputs(4000), layer.bias) is None
+    assert bound(layer, library).linear(inputs(9000), layer.bias) is None
 
 
 def test_inputs_that_are_the_operators():
     layer, library = make_layer(), StandIn(1000)
     weight = bound(layer, library)
-    assert weight.linear(inputs(4000)[:, ::2], layer.bias) is None  # not contiguous
-    assert weight.linear(inputs(4000)[:, : K // 2].contiguous(), layer.bias) is None  # not K wide
+    assert weight.linear(inputs(9000)[:, ::2], layer.bias) is None  # not contiguous
+    assert weight.linear(inputs(9000)[:, : K // 2].contiguous(), layer.bias) is None  # not K wide
     assert weight.linear(inputs(0), layer.bias) is None
-    assert weight.linear(inputs(4000), layer.bias.float()) is None
+    assert weight.linear(inputs(9000), layer.bias.float()) is None
     assert not library.asked and not library.dequantized

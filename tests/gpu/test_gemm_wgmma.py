@@ -53,7 +53,7 @@ def slices_of(shape: int, spec: FourBitSpec, tokens: int) -> list[int]:
 # Tokens of GEMM_SHAPES in csrc/gemm_wgmma_shape.h, which come after the shapes of the other engines.
 SHAPES = tuple(tokens for tokens, _ in TUNE_GEMM_SHAPES)
 ENGINE = PrefillEngine(
-    SHAPES, len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES), slices_of, 65, 777, (SHAPES.index(192), SHAPES.index(256))
+    SHAPES, len(TUNE_SHAPES) + len(TUNE_WGMMA_SHAPES), slices_of, 65, 777, tuple(map(SHAPES.index, (192, 256, 344)))
 )
 
 
@@ -71,6 +71,7 @@ ORDERED = (
     (FourBitSpec("nf4", 8192, 1024), 600, ENGINE.tuned(SHAPES.index(192), 1)),
     (FourBitSpec("nf4", 2048, 1024), 300, ENGINE.tuned(SHAPES.index(256), 1)),
     (FourBitSpec("nf4", 8192, 1024), 600, ENGINE.tuned(SHAPES.index(256), 2)),
+    (FourBitSpec("nf4", 8192, 1024), 700, ENGINE.tuned(SHAPES.index(344), 2)),
     (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), FOUR_BY_TWO)),
     (FourBitSpec("nf4", 2048, 4096), 250, ENGINE.tuned(SHAPES.index(128), FOUR_BY_TWO)),
 )
