@@ -159,8 +159,8 @@ struct Picker {
     if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
     if (w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
     if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, sms, shared, launch.gemm_wgmma)) return false;
-    const int64_t other_ns = dequantize_gemm_ns(a.m, w.n, w.k, w.n * w.k * 5 / 2);
-    if (at_the_power_cap(estimated_ns(launch.gemm_wgmma)) > other_ns) return false;
+    const double other_ns = dequantize_gemm_ns(a.m, w.n, w.k, 2.5);
+    if (double(at_the_power_cap(estimated_ns(launch.gemm_wgmma))) > other_ns) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }

@@ -129,7 +129,7 @@ struct W8Picker {
   // None where dequantize + GEMM should take less, as with few rows, whose sums many blocks share (256 tokens:
   // 1024x4096 17.3 for 13.6). Where they are level, one launch is preferred to two, as with 4 bits.
   bool cheapest_gemm() {
-    int64_t best = dequantize_gemm_ns(a.m, w.n, w.k, w.n * w.k * 3) + 1;
+    int64_t best = INT64_MAX;
     int shape = -1;
     bool cut = false;
     for (const GemmW8Cost& cost : GEMM_W8_COSTS) {
@@ -140,7 +140,7 @@ struct W8Picker {
       }
     }
     launch.engine = W8Launch::none;
-    return shape >= 0 && gemm(shape, cut);
+    return shape >= 0 && double(best) <= dequantize_gemm_ns(a.m, w.n, w.k, 3) && gemm(shape, cut);
   }
 
   bool from_wgmma_table() {

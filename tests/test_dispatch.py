@@ -52,8 +52,10 @@ def question(device, n, k, m, dtype=BF16, format=NF4, layout=TILED, blocksize=64
 
 
 def compile_dispatch(folder: Path) -> Path:
+    """Arithmetic that leaves its type stops the program."""
     program = folder / "dispatch"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", f"-I{CSRC}"]
+    flags += ["-fsanitize=undefined", "-fsanitize-undefined-trap-on-error"]
     subprocess.run([COMPILER, *flags, str(HOST / "dispatch.cpp"), "-o", str(program)], check=True)
     return program
 
@@ -115,6 +117,22 @@ def test_what_is_left_to_the_framework(program, case, want):
     asked = {"n": 4096, "k": 4096, "m": 4} | case
     (answer,) = answers(program, [question(DEVICES["H200"], **asked)])
     assert answer.split()[0] == want
+
+
+@pytest.mark.parametrize(
+    ("case", "four_bit", "eight_bit"),
+    [
+        ({"m": 2**31 - 2000, "n": 2**31 - 2000, "k": 64}, "gemm", "gemm"),
+        ({"m": 2**31 - 2000, "n": 2**31 - 2000, "k": 4096}, "gemm", "gemm"),  # the operations leave 64 bits
+        ({"m": 2**31 - 2000, "n": 2**31 - 2000, "k": 2**30}, "gemm", "gemm"),  # nor do the nanoseconds fit, or any plan
+        ({"m": 8192, "n": 2**31 - 2000, "k": 2**30 - 64}, "gemm_wgmma", "gemm_w8"),  # as the bytes do
+        ({"m": 1, "n": 2**20, "k": 2**20}, "gemm", "gemm"),
+        ({"m": 4096, "n": 2**20, "k": 2**20}, "gemm_wgmma", "gemm_w8"),
+    ],
+)
+def test_sizes_beyond_any_memory(program, case, four_bit, eight_bit):
+    asked = [question(DEVICES["H200"], **case), question(DEVICES["H200"], **case, **AS_W8)]
+    assert [answer.split()[0] for answer in answers(program, asked)] == [four_bit, eight_bit]
 
 
 @pytest.mark.parametrize(
