@@ -11,6 +11,7 @@
 #include "dequantize_cost.h"
 #include "dispatch_w8.h"
 #include "gemm_mma_plan.h"
+#include "gemm_wgmma_choice.h"
 #include "gemm_wgmma_plan.h"
 #include "nf4linear.h"
 #include "small_batch_plan.h"
@@ -80,9 +81,11 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
     {97, 128, 0, ANY, 4'000'000, ANY, small_wgmma_shape(128, 2)},             // 4096x1024 8.8 (9.6)
 };
 
-// What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 256 of
-// them; before that, where its output tiles make waves that are far from full.
+// What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 344 of
+// them; before that, where its output tiles make waves that are far from full. Fewer than 4096 rows are not measured
+// beyond 3072 tokens, and the estimates are worse there.
 constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 8192, GEMM_FIRST_WEIGHTS = 4'000'000;
+constexpr int64_t GEMM_FEW_ROWS = 4096, GEMM_LAST_TOKENS_OF_FEW_ROWS = 3072;
 
 // The prefill engine's estimate is of short calls. Long ones take some 7 % more: the clock falls.
 constexpr int64_t at_the_power_cap(int64_t ns) { return ns > 40'000 ? ns + (ns - 40'000) / 14 : ns; }
@@ -106,7 +109,7 @@ struct Launch {
   Engine engine = Engine::gemm;
   SmallBatchPlan small_batch = {};
   SmallWgmmaPlan small_wgmma = {};
-  GemmPlan gemm_wgmma = {};
+  GemmLaunches gemm_wgmma = {};
   GemmMmaPlan gemm_mma = {};
   SmallW8Plan small_w8 = {};
   SmallWgmmaW8Plan small_wgmma_w8 = {};
@@ -143,7 +146,7 @@ struct Picker {
   bool gemm_wgmma(int shape, int slices) {
     const int sms = device.sms, shared = device.shared_bytes;
     if (!device.wgmma) return false;
-    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, slices, sms, shared, launch.gemm_wgmma)) return false;
+    if (!plan_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, shape, slices, sms, shared, launch.gemm_wgmma.last)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }
@@ -155,12 +158,11 @@ struct Picker {
   }
 
   bool from_gemm_costs() {
-    const int sms = device.sms, shared = device.shared_bytes;
-    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > GEMM_LAST_TOKENS) return false;
-    if (w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
-    if (!plan_best_gemm(a.m, w.n, w.k, GEMM_FOUR_BIT, sms, shared, launch.gemm_wgmma)) return false;
-    const double other_ns = dequantize_gemm_ns(a.m, w.n, w.k, 2.5);
-    if (double(at_the_power_cap(estimated_ns(launch.gemm_wgmma))) > other_ns) return false;
+    const int64_t last_tokens = w.n < GEMM_FEW_ROWS ? GEMM_LAST_TOKENS_OF_FEW_ROWS : GEMM_LAST_TOKENS;
+    if (!device.wgmma || a.m < GEMM_FIRST_TOKENS || a.m > last_tokens || w.n * w.k < GEMM_FIRST_WEIGHTS) return false;
+    const GemmProblem all = {a.m, w.n, w.k, GEMM_FOUR_BIT, device.sms, device.shared_bytes};
+    const int64_t ns = plan_gemm_launches(all, launch.gemm_wgmma);
+    if (ns == INT64_MAX || double(at_the_power_cap(ns)) > dequantize_gemm_ns(a.m, w.n, w.k, 2.5)) return false;
     launch.engine = Engine::gemm_wgmma;
     return true;
   }

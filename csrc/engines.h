@@ -26,7 +26,7 @@ int run_small_wgmma(const SmallWgmmaPlan& plan, const nf4l_weight& weight, const
                     const LaunchTarget& target);
 
 template <class T>
-int run_gemm_four_bit(const GemmPlan& plan, const nf4l_weight& weight, const nf4l_linear_args& args,
+int run_gemm_four_bit(const GemmLaunches& launches, const nf4l_weight& weight, const nf4l_linear_args& args,
                       const LaunchTarget& target);
 
 template <class T>

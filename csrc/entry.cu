@@ -85,7 +85,7 @@ int64_t nf4l_cuda_workspace_bytes(const nf4l_weight* weight, const nf4l_linear_a
     case nf4l::Engine::small_wgmma: return call.launch.small_wgmma.workspace_bytes;
     case nf4l::Engine::small_wgmma_w8: return call.launch.small_wgmma_w8.workspace_bytes;
     case nf4l::Engine::gemm_w8: return call.launch.gemm_w8.workspace_bytes;
-    case nf4l::Engine::gemm_wgmma: return call.launch.gemm_wgmma.workspace_bytes;
+    case nf4l::Engine::gemm_wgmma: return call.launch.gemm_wgmma.workspace_bytes();
     case nf4l::Engine::gemm_mma: return call.launch.gemm_mma.workspace_bytes;
     default: return 0;
   }

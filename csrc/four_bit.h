@@ -5,6 +5,7 @@
 #include <stdint.h>
 
 #include "layout.h"
+#include "nf4linear.h"
 
 namespace nf4l {
 
@@ -24,6 +25,19 @@ struct FourBitProblem {
 // Floats of nested_absmax that a block with `rows` rows may meet, wherever it starts.
 constexpr int64_t nested_span(const FourBitProblem& p, int64_t rows) {
   return p.nested ? (rows * p.blocks_per_row >> p.log2_group) + 2 : 0;
+}
+
+// `rows` rows of a weight in kernel order from `first` on, a multiple of TILE_ROWS.
+inline nf4l_weight four_bit_rows(const nf4l_weight& w, int64_t first, int64_t rows) {
+  nf4l_weight part = w;
+  const int64_t k_tiles = w.k / TILE_K4;
+  part.n = rows;
+  part.n0 += first;
+  part.qweight += tile16x64_byte(first, 0, w.k);
+  part.scales = w.nested_code
+                    ? static_cast<const void*>(static_cast<const uint8_t*>(w.scales) + absmax_q_byte(first, 0, k_tiles))
+                    : static_cast<const float*>(w.scales) + row_scale_index(first, 0, k_tiles);
+  return part;
 }
 
 }  // namespace nf4l

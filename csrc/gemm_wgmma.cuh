@@ -56,8 +56,8 @@ struct GemmConsumer {
   const bool tells;
   const uint64_t x;  // descriptor of stage 0
   RingPosition<S.stages> ahead{0};
-  // Codes of the k tile that is decoded, a step each, and its scales; and of the next one, which is loaded before them:
-  // a step earlier, or with more than 256 tokens, whose stages are few and steps long, only then.
+  // Codes of the k tile that is decoded, a step each, and its scales; and of the next one, loaded behind LOAD_STEP and
+  // taken over behind ADVANCE_STEP: the same with more than 256 tokens, whose stages are few and steps long.
   uint32_t words[K_STEPS], next_words[K_STEPS];
   float2 scale, next_scale;
   static constexpr int ADVANCE_STEP = K_STEPS - 2, LOAD_STEP = ADVANCE_STEP - (S.tokens <= 256);

@@ -220,7 +220,7 @@ struct GemmFinish {
     for (int i = 0; i < S.STORE_TOKENS / 4; i += LINES) {
       const int line = first_line() + i, token = rows.token + token_step * S.STORE_TOKENS + i;
       if (token < rows.first || token >= args.tokens.count || line >= tokens_of(step)) continue;
-      uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.n + rows.column;
+      uint16_t* to = static_cast<uint16_t*>(args.y) + int64_t(token) * args.y_stride + rows.column;
       put(buffer + line * LINE_BYTES + ((lane % CHUNKS ^ line % 8) << 4), to, args.n - rows.column);
     }
   }

@@ -23,6 +23,7 @@
 #include "four_bit.h"
 #include "gemm_wgmma_load.cuh"
 #include "gemm_wgmma_scales.cuh"
+#include "gemm_wgmma_shape.h"
 #include "tma.cuh"
 #include "wgmma_sm90.cuh"
 

@@ -16,7 +16,8 @@ namespace nf4l {
 template <class Weight>
 struct GemmArgs : Weight {
   const void* bias;  // [n] or NULL
-  void* y;           // [m, n]
+  void* y;           // [m] rows of n, `y_stride` values apart
+  int y_stride;
   GemmTokens tokens;
   GemmGrid grid;
   bool vectors;        // rows of y start at multiples of 16 bytes

@@ -107,11 +107,6 @@ struct GemmPlan {
   int64_t workspace_bytes;  // 0 but where clusters meet; else the sums of all output tiles, and a set of counters
 };
 
-// What a call costs beside its k tiles, and an output tile. What slices cost: barriers and a late start of large
-// clusters, for each block but one, and sums that are sent and read; and the meeting of two clusters, with a
-// microsecond for doubt.
-constexpr int GEMM_START_NS = 3200, GEMM_STORE_NS = 2000, GEMM_SLICE_NS = 500, GEMM_SLICE_BYTES_A_NS = 45;
-constexpr int GEMM_MEETING_NS = 1600, GEMM_MEETING_BYTES_A_NS = 19;
 // Slices of an output tile at most, so blocks of a cluster. More than two only where there are no pairs.
 constexpr int GEMM_MOST_SLICES = 4;
 // In place of a number of slices: four, by two clusters of two.
@@ -122,18 +117,6 @@ constexpr int GEMM_MEETING_COUNTERS = 8, GEMM_MOST_MEETINGS = MAX_BLOCKS / GEMM_
 // Clusters of so many blocks that run at the same time. One lies within a part of the GPU whose number of SMs is even
 // but no multiple of more: on an H200, 39 clusters of three and 30 of four find room.
 constexpr int clusters_at_once(int sms, int blocks) { return (blocks > 2 ? sms * 7 / 8 : sms) / blocks; }
-
-// How long a launch takes, in nanoseconds.
-inline int64_t estimated_ns(const GemmPlan& plan) {
-  const GemmShape shape = GEMM_SHAPES[plan.shape];
-  const GemmGrid& grid = plan.grid;
-  const int64_t whole = int64_t(grid.k_tiles) * shape.tile_ns + GEMM_STORE_NS;
-  const int64_t sent = int64_t(shape.tokens) * shape.block_rows() * 4 * (grid.blocks - 1) / grid.blocks;
-  const int64_t slice = ceil_div(grid.k_tiles, grid.slices()) * shape.slice_ns + GEMM_STORE_NS +
-                        (grid.blocks - 1) * GEMM_SLICE_NS + sent / GEMM_SLICE_BYTES_A_NS +
-                        (grid.parts - 1) * (GEMM_MEETING_NS + sent / GEMM_MEETING_BYTES_A_NS);
-  return GEMM_START_NS + ceil_div(grid.pairs, grid.clusters) * whole + (grid.sliced_tiles() > 0 ? slice : 0);
-}
 
 // `slices` of the output tiles that are cut (1: none), or GEMM_FOUR_BY_TWO. False when nothing fits, when an index
 // would leave 32 bits, or when so many slices leave SMs without work.
@@ -161,21 +144,6 @@ inline bool plan_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, i
           shared,
           parts == 2 ? sums + MAX_BLOCKS * 4 : 0};
   return true;
-}
-
-// The plan of the shape and number of slices that should take least; false when none fits.
-inline bool plan_best_gemm(int64_t m, int64_t n, int64_t k, GemmFormatBytes format, int sms, int shared_limit,
-                           GemmPlan& best) {
-  int64_t best_ns = INT64_MAX;
-  for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
-    for (int slices = 1; slices <= GEMM_FOUR_BY_TWO; ++slices) {
-      GemmPlan plan;
-      if (!plan_gemm(m, n, k, format, shape, slices, sms, shared_limit, plan)) continue;
-      const int64_t ns = estimated_ns(plan);
-      if (ns < best_ns) best = plan, best_ns = ns;
-    }
-  }
-  return best_ns < INT64_MAX;
 }
 
 }  // namespace nf4l

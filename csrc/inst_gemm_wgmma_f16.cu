@@ -1,5 +1,5 @@
 // The prefill engine for 4-bit weights and fp16 activations: every shape of GEMM_SHAPES.
 #include "gemm_wgmma_launch.cuh"
 
-template int nf4l::run_gemm_four_bit<__half>(const GemmPlan&, const nf4l_weight&, const nf4l_linear_args&,
+template int nf4l::run_gemm_four_bit<__half>(const GemmLaunches&, const nf4l_weight&, const nf4l_linear_args&,
                                              const LaunchTarget&);

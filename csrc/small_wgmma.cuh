@@ -8,7 +8,7 @@
 // or two tiles of 64 inputs), in one line over the whole weight, and each block of the grid walks a contiguous stretch
 // of it, so that all end together whatever the shape. A unit travels through a ring in shared memory:
 //
-//     producer     wait empty | three boxes by TMA: x [burst][tokens][64], codes and scales of all row tiles | -> full
+//     producer     wait empty | three boxes by TMA: x [burst][x_rows][64], codes, scales of all row tiles     | -> full
 //                                                                                                               |
 //     consumers    wait full | scales to float32 | tile 0   1   2   3 | -> empty                           <----'
 //

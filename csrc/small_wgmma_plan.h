@@ -45,7 +45,9 @@ constexpr int small_wgmma_shape(int tokens, int row_groups) {
 
 // Byte offsets in a block's shared memory. The pair table is at 0; swizzled tiles of x begin at multiples of 1024.
 struct SmallWgmmaShared {
-  int ring;           // [stages] of: 16 bit x [burst][tokens][64], codes [row_tiles][burst][512]
+  // [stages] of: 16 bit x [burst][x_rows][64], the rows that are copied, in room for [burst][tokens][64]; codes
+  // [row_tiles][burst][512]
+  int ring;
   int scale_codes;    // [stages][row_tiles] of: 64 codes, or float [burst][16] with plain absmax
   int nested_code;    // float [256]
   int scales;         // float [consumer warps][burst][16], of the unit in hand

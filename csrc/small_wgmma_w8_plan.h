@@ -50,7 +50,9 @@ constexpr int small_wgmma_w8_shape(int tokens, int row_groups, int burst) {
 
 // Byte offsets in a block's shared memory.
 struct SmallWgmmaW8Shared {
-  int ring;      // [stages] of: 16 bit x [burst][tokens][64], swizzled, codes [row_tiles][burst][2][512]
+  // [stages] of: 16 bit x [burst][x_rows][64], swizzled, the rows that are copied, in room for [burst][tokens][64];
+  // codes [row_tiles][burst][2][512]
+  int ring;
   int scales;    // [stages] of group scales
   int barriers;  // uint64 [stages][full, empty], then those of the mailbox
   int total;

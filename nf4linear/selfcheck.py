@@ -41,7 +41,9 @@ TOKENS = (340, 225, 168, 126, 94, 70, 52, 39, 29, 21, 15, 11, 8, 6, 4, 3, 2, 1)
 # units of a block. With these and SPECS, blocks work alone and add up their sums in every way that their engine has
 # (tests/test_*_plan.py); 5 is a meeting of two clusters to the prefill engine for 4-bit weights alone. The engines that
 # know only 1, whole output tiles, from all others repeat themselves.
-CUTS = (1, 2, 4, 5)
+CUTS = (1, 2, 3, 4, 5)
+# Far fewer tokens than the larger kernels have room for: they copy only those.
+FEW = 43
 
 _WIDTHS = {FourBitSpec: "4-bit", EightBitSpec: "8-bit"}
 _verdicts: dict[tuple[int, torch.dtype, type], bool] = {}
@@ -113,6 +115,8 @@ class Product:
                 continue  # there is none of this number, or it cannot run on this GPU
             tokens = next(t for t in TOKENS if self.multiply(t, whole) is not None)
             found += [self._error(tokens, native.tuned(shape, cut)) for cut in CUTS]
+            if tokens > 2 * FEW:
+                found.append(self._error(FEW, whole))
         return [error for error in found if error is not None]
 
     def multiply(self, tokens: int, flags: int = 0) -> Tensor | None:

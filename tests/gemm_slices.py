@@ -1,10 +1,21 @@
-"""Which slices of k the prefill engine of Hopper takes: the conditions of plan_gemm in csrc/gemm_wgmma_plan.h."""
+"""Which slices of k the prefill engine of Hopper takes (plan_gemm of csrc/gemm_wgmma_plan.h), and calls that are two
+launches to it (csrc/gemm_wgmma_choice.h)."""
 
 from nf4linear.bench.linear import TUNE_GEMM_SLICES
+from nf4linear.formats import FourBitSpec
 
 # Sums of slices take the room of x (plan_gemm): of fewer stages, fewer slices.
 MOST_SLICES = {320: 2, 344: 3}
 FOUR_BY_TWO = TUNE_GEMM_SLICES["2+2"]  # in place of a number of slices: four, by two clusters
+
+# (spec, tokens, slices of the launch in front, where 1 is none) on an H200.
+TWO_LAUNCHES = (
+    (FourBitSpec("nf4", 4120, 4096), 1350, 4),
+    (FourBitSpec("nf4", 6168, 4096, blocksize=256), 1000, 2),
+    (FourBitSpec("nf4", 5120, 4096), 1600, 1),
+    (FourBitSpec("nf4", 6144, 8192), 1900, FOUR_BY_TWO),
+    (FourBitSpec("fp4", 4125, 4096, double_quant=False), 1350, 4),  # rows of y that start anywhere
+)
 
 
 def can_be_cut(width: int, consumers: int, pairs: int, k_tiles: int, slices: int, sms: int) -> bool:

@@ -20,7 +20,8 @@ PYTHON_CHAIN = (
 C_CHAIN = (
     "nf4linear.h", "layout.h", "codebook.h", "validate.h", "device_info.h", "dequantize_cost.h", "deal.h", "gemm_cut.h",
     "four_bit.h", "small_batch_plan.h", "small_wgmma_plan.h", "gemm_wgmma_shape.h", "gemm_wgmma_plan.h",
-    "gemm_mma_plan.h", "small_w8_plan.h", "small_wgmma_w8_plan.h", "gemm_w8_plan.h", "dispatch_w8.h", "dispatch.h",
+    "gemm_wgmma_choice.h", "gemm_mma_plan.h", "small_w8_plan.h", "small_wgmma_w8_plan.h", "gemm_w8_plan.h",
+    "dispatch_w8.h", "dispatch.h",
     "status.cuh", "engines.h", "arrivals.h", "launch.cuh", "convert.cuh", "convert8.cuh", "copy.cuh", "mma_sm80.cuh",
     "wgmma_sm90.cuh", "tma.cuh", "scale.cuh", "decode.cuh", "product_table.cuh", "dequant.cuh", "four_bit.cuh",
     "small_batch_load.cuh", "small_batch.cuh", "small_batch_launch.cuh",

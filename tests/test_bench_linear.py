@@ -176,6 +176,12 @@ def test_tuning_tries_every_number_of_slices():
     assert {str(n): n for n in range(1, most + 1)} | {"2+2": most + 1} == linear.TUNE_GEMM_SLICES
 
 
+def test_tuning_tries_as_many_tokens_as_the_prefill_engine_takes():
+    text = (Path(__file__).parents[1] / "csrc/dispatch.h").read_text()
+    most = int(re.search(r"GEMM_LAST_TOKENS = (\d+)", text).group(1))
+    assert most == linear.TUNE_MOST_TOKENS
+
+
 def test_tuning_tries_the_mma_shapes_too():
     text = (Path(__file__).parents[1] / "csrc/gemm_mma_plan.h").read_text()
     assert tuple(map(int, re.findall(r"\{(\d+), \d+\}", text))) == linear.TUNE_GEMM_MMA_SHAPES

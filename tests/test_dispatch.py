@@ -38,7 +38,7 @@ SHAPES = (
     (4096, 4096), (6144, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (57344, 8192), (8192, 28672),
     (128256, 4096), (2048, 8192), (896, 896), (1152, 896), (2048, 1024),
 )  # fmt: skip
-TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024, 1536, 3072, 3073)
+TOKENS = (1, 2, 8, 9, 16, 17, 32, 33, 64, 65, 128, 129, 256, 512, 1024, 1536, 3072, 4096, 8192, 8193)
 W8_SHAPES = (
     (1024, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (896, 896), (512, 2048), (2048, 4096),
 )  # fmt: skip
@@ -104,6 +104,8 @@ def test_the_table(program):
         (AS_W8 | {"flags": 4}, "small_w8"),
         ({"offset": 2}, "gemm"),  # rows that start anywhere
         ({"m": 100_000}, "gemm"),
+        ({"n": 4080, "m": 3072}, "gemm_wgmma"),
+        ({"n": 4080, "m": 3073}, "gemm"),  # few rows and many tokens
         ({"n": 1 << 30, "k": 4096}, "gemm"),  # more blocks than 32-bit indices count
         ({"format": FP4}, "small_batch"),
         ({"nested": 0}, "small_batch"),
@@ -128,6 +130,9 @@ def test_what_is_left_to_the_framework(program, case, want):
         ({"m": 8192, "n": 2**31 - 2000, "k": 2**30 - 64}, "gemm_wgmma", "gemm_w8"),  # as the bytes do
         ({"m": 1, "n": 2**20, "k": 2**20}, "gemm", "gemm"),
         ({"m": 4096, "n": 2**20, "k": 2**20}, "gemm_wgmma", "gemm_w8"),
+        ({"m": 1, "n": 16, "k": 2**30}, "gemm", "small_w8"),  # activations of a slice that leave an int
+        ({"m": 1, "n": 16, "k": 2**31}, "gemm", "small_w8"),
+        ({"m": 1, "n": 16, "k": 2**32}, "gemm", "small_w8"),
     ],
 )
 def test_sizes_beyond_any_memory(program, case, four_bit, eight_bit):

@@ -1,5 +1,5 @@
 """How the prefill engine deals its work, walked on the host: every output tile and k tile once, every partial sum sent
-to a place of its own, memory that suffices."""
+to a place of its own, memory that suffices; and which launches it chooses."""
 
 import re
 import shutil
@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gemm_slices import FOUR_BY_TWO, can_be_cut
+from gemm_slices import FOUR_BY_TWO, TWO_LAUNCHES, can_be_cut
 from nf4linear import selfcheck
 from nf4linear.formats import FourBitSpec
 
@@ -146,6 +146,63 @@ def test_every_tile_and_every_place_once(program, shape, m, n, tiles, slices, sm
         assert answer == "none"
 
 
+def least_estimate(program: Path, m: int, n: int, k: int, sms: int) -> int:
+    """Of one launch, by trying all; 0 when none fits."""
+    ways = [(shape, slices) for shape in range(len(SHAPES)) for slices in range(1, FOUR_BY_TWO + 1)]
+    said = ask(program, [f"estimate {question(shape, m, n, k, slices=slices, sms=sms)}" for shape, slices in ways])
+    return min((int(ns) for ns in said if ns != "none"), default=0)
+
+
+def check_launches(program: Path, answer: str, m: int, n: int, k: int, sms: int) -> int:
+    """The number of launches, which cover the weight's rows and are the best by their estimates."""
+    best = least_estimate(program, m, n, k, sms)
+    if answer == "none":
+        assert best == 0
+        return 0
+    totals, *launches = answer.split(";")
+    ns, workspace = numbers(totals)
+    said = [numbers(launch) for launch in launches]
+    assert ns == sum(launch[-1] for launch in said) and workspace == max(launch[-2] for launch in said)
+    next_row = 0
+    for first_row, rows, tokens, block_rows, k_tiles, token_tiles, row_pairs, *_ in said:
+        assert first_row == next_row and rows > 0 and k_tiles == k // 64
+        assert token_tiles == -(-m // tokens) and row_pairs == -(-rows // (2 * block_rows))
+        next_row += rows
+    assert next_row == n
+    if len(said) == 1:
+        assert ns == best
+        return 1
+    assert ns < best * 0.98 + 1, "what a second launch is worth"
+    front_rows, front_ns = said[0][1], said[0][-1]
+    assert front_rows % 128 == 0 and front_ns == least_estimate(program, m, front_rows, k, sms)
+    *_, token_tiles, row_pairs, blocks, clusters, pairs, parts, slices, _, _ = said[1]
+    assert (blocks, parts, slices, pairs) == (2, 1, 2, token_tiles * row_pairs), "no tile of the last is shared out"
+    assert clusters == min(pairs, sms // 2)
+    assert -pairs % (sms // 2) < token_tiles, "full waves, but for what is less than a row of tiles"
+    return 2
+
+
+@QUICK
+@given(
+    m=st.integers(1, 6000),
+    n=st.integers(1, 20_000),
+    tiles=st.integers(1, 300),
+    sms=st.sampled_from([1, 16, 78, 114, 132]),
+)
+def test_one_launch_or_two(program, m, n, tiles, sms):
+    k = tiles * 64
+    (answer,) = ask(program, [f"launches {m} {n} {k} {sms} {SHARED}"])
+    check_launches(program, answer, m, n, k, sms)
+
+
+def test_two_launches_where_a_wave_would_be_nearly_empty(program):
+    for spec, m, slices in TWO_LAUNCHES:
+        (answer,) = ask(program, [f"launches {m} {spec.n} {spec.k} {SMS} {SHARED}"])
+        assert check_launches(program, answer, m, spec.n, spec.k, SMS) == 2
+        *_, blocks, _, pairs, parts, _, _, _ = numbers(answer.split(";")[1])
+        assert slices == (1 if pairs else FOUR_BY_TWO if parts == 2 else blocks), answer
+
+
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_every_token_is_copied_once_or_twice_and_none_beyond_the_last(program, shape):
     width = int(SHAPES[shape][0])
@@ -202,7 +259,7 @@ def test_real_models_fit(program, shape):
 
 @pytest.mark.parametrize("shape", range(len(SHAPES)))
 def test_the_first_use_check_slices_in_every_way(program, shape):
-    """Pairs alone, clusters of two and of four, and two clusters that meet, where the shape can."""
+    """Pairs alone, clusters of two, three and four, and two clusters that meet, where the shape can."""
     checked = [
         question(shape, selfcheck.TOKENS[0], spec.n, spec.k, slices=cut)
         for spec in selfcheck.SPECS[FourBitSpec]
@@ -210,7 +267,7 @@ def test_the_first_use_check_slices_in_every_way(program, shape):
     ]
     plans = [numbers(answer.split(";")[0]) for answer in ask(program, checked) if answer != "none"]
     ways = {(blocks, pairs > 0, parts) for *_, blocks, _, pairs, parts, _, _, _, _ in plans}
-    special = {4: (4, False, 1), FOUR_BY_TWO: (2, False, 2)}
+    special = {3: (3, False, 1), 4: (4, False, 1), FOUR_BY_TWO: (2, False, 2)}
     possible = ask(program, [question(shape, 1, 64, 4096, slices=slices) for slices in special])
     can = {way for way, answer in zip(special.values(), possible, strict=True) if answer != "none"}
     assert ways == {(2, True, 1), (2, False, 1)} | can

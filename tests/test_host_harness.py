@@ -1,6 +1,7 @@
 """The headers of csrc compiled on the host: same tables, same index maps, same structs as the Python side."""
 
 import ctypes
+import math
 import shutil
 import struct
 import subprocess
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nf4linear import layout, native, reference
-from nf4linear.formats import BLOCKSIZES, FORMATS
+from nf4linear.formats import BLOCKSIZES, FORMATS, FourBitSpec
 
 HOST = Path(__file__).parent / "host"
 CSRC = Path(__file__).parents[1] / "csrc"
@@ -78,6 +79,16 @@ def test_nested_groups(ask, blocksize):
     rows, columns = 37, 2 * blocksize // 64
     want = [layout.nested_group(row, kb, columns, blocksize) for row in range(rows) for kb in range(columns)]
     assert ask(f"nested {rows} {columns} {blocksize}") == want
+
+
+@pytest.mark.parametrize(("k", "first"), [(64, 16), (1088, 256), (4096, 1536)])
+def test_rows_of_a_weight_lie_where_the_packed_tensors_have_them(ask, k, first):
+    def skipped(name: str, double_quant: bool) -> int:
+        tensor = FourBitSpec("nf4", first, k, double_quant=double_quant).packed_tensors()[name]
+        return math.prod(tensor.shape) * tensor.dtype.itemsize
+
+    offsets = [skipped("qweight", True), skipped("absmax_q", True), skipped("absmax", False)]
+    assert ask(f"rows {k} {first} 48") == [*offsets, 48, 16 + first]
 
 
 @pytest.mark.parametrize(("name", "mirror"), [("weight", native.Weight), ("linear_args", native.LinearArgs)])

@@ -47,7 +47,7 @@ TUNE_GEMM_SLICES = {"1": 1, "2": 2, "3": 3, "4": 4, "2+2": 5}
 TUNE_GEMM_MMA_SHAPES = (48, 64, 96, 128)
 TUNE_CUTS = {"cut": 0, "whole": 1}
 # More are never tried: the prefill engine's rows end there (csrc/dispatch.h).
-TUNE_MOST_TOKENS = 3072
+TUNE_MOST_TOKENS = 8192
 
 Operands = tuple[Tensor | None, ...]
 Peer = Callable[["BenchWeight", torch.dtype], Iterator["Contender"]]

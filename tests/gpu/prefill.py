@@ -176,12 +176,13 @@ def test_what_shared_memory_held_does_not_matter(library, engine, shape):
     for double_quant in (False, True):
         spec = FourBitSpec("nf4", 1000, 1088, double_quant=double_quant)
         packed = reorder.pack(spec, fresh_weight(spec, device="cuda"))
-        x = torch.randn(width - 1, spec.k, device="cuda", dtype=torch.float16)
-        for cut in engine.cuts(shape, spec, width - 1):
-            want = launch(library, spec, packed, x, engine.tuned(shape, cut))
-            launch(library, bad, poison, nans, engine.tuned(shape))
-            got = launch(library, spec, packed, x, engine.tuned(shape, cut))
-            assert got.isfinite().all() and torch.equal(got, want), cut
+        for tokens in (width - 1, width // 2 - 3, 1):  # of which all, half or hardly any rows of x are copied
+            x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+            for cut in engine.cuts(shape, spec, tokens):
+                want = launch(library, spec, packed, x, engine.tuned(shape, cut))
+                launch(library, bad, poison, nans, engine.tuned(shape))
+                got = launch(library, spec, packed, x, engine.tuned(shape, cut))
+                assert got.isfinite().all() and torch.equal(got, want), (tokens, cut)
 
 
 def test_rows_of_activations_apart(weight, library, engine, shape):

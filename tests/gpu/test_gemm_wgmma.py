@@ -6,7 +6,7 @@ Blocks of a cluster may share an output tile and send partial sums to each other
 
 import pytest
 import torch
-from fused import random_weight
+from fused import DEPENDENT, DTYPES, PLAIN, launch, random_weight, relative_error, written_alone
 from order_of_work import (  # noqa: F401
     test_graphs_replay_on_new_inputs,
     test_two_graphs_at_once,
@@ -29,9 +29,11 @@ from prefill import (  # noqa: F401
     weight,
 )
 
-from gemm_slices import FOUR_BY_TWO, can_be_cut
+from gemm_slices import FOUR_BY_TWO, TWO_LAUNCHES, can_be_cut
+from nf4linear import native, ops
 from nf4linear.bench.linear import TUNE_GEMM_SHAPES, TUNE_GEMM_SLICES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import FourBitSpec
+from operands import geometry, operands, spec_id
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,8 +65,41 @@ def library(library):
     return library
 
 
-# (spec, tokens, flags): output tiles of four blocks, of two, of one, and of one and then of two; and of four blocks of
-# two clusters, which count in memory.
+two_launches = pytest.mark.parametrize(
+    ("spec", "tokens"), [case[:2] for case in TWO_LAUNCHES], ids=[spec_id(spec) for spec, *_ in TWO_LAUNCHES]
+)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@two_launches
+def test_two_launches(library, dtype, spec, tokens):
+    packed = random_weight(spec)
+    dense = ops.dequantize(*operands(spec, packed), *geometry(spec), dtype)
+    ones = torch.arange(tokens, device="cuda") * 7 % spec.k
+    x = torch.zeros(tokens, spec.k, device="cuda", dtype=dtype).scatter_(1, ones[:, None], 1)
+    assert torch.equal(launch(library, spec, packed, x).T, dense[:, ones]), "weights bit for bit"
+    x, bias = (torch.randn(shape, device="cuda").to(dtype) for shape in ((tokens, spec.k), (spec.n,)))
+    exact = x.double() @ dense.double().T + bias.double()
+    most = 1.02 * relative_error(torch.nn.functional.linear(x, dense, bias), exact) + 1e-5
+    want = launch(library, spec, packed, x, PLAIN, bias)
+    assert relative_error(want, exact) <= most
+    assert torch.equal(launch(library, spec, packed, x, DEPENDENT, bias), want)
+
+
+@two_launches
+def test_two_launches_write_only_the_output(library, spec, tokens):
+    packed = random_weight(spec)
+    described = native.describe_weight(spec, *operands(spec, packed))
+    x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.bfloat16)
+    want = launch(library, spec, packed, x)
+    assert want.isfinite().all()
+    for shift in (0, 1, 8):
+        y = written_alone(lambda y: library.linear(described, x, None, y, PLAIN), (tokens, spec.n), shift)
+        assert torch.equal(y, want), shift
+
+
+# (spec, tokens, flags): output tiles of four blocks, of two, of one, and of one and then of two; of four blocks of two
+# clusters, which count in memory; and two launches, with and without such.
 ORDERED = (
     (FourBitSpec("nf4", 256, 8192), 100, ENGINE.tuned(SHAPES.index(128), 4)),
     (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), 2)),
@@ -74,6 +109,7 @@ ORDERED = (
     (FourBitSpec("nf4", 8192, 1024), 700, ENGINE.tuned(SHAPES.index(344), 2)),
     (FourBitSpec("nf4", 4096, 2048), 250, ENGINE.tuned(SHAPES.index(256), FOUR_BY_TWO)),
     (FourBitSpec("nf4", 2048, 4096), 250, ENGINE.tuned(SHAPES.index(128), FOUR_BY_TWO)),
+    *((spec, tokens, PLAIN) for spec, tokens, slices in TWO_LAUNCHES if slices in (1, FOUR_BY_TWO)),
 )
 
 

@@ -20,7 +20,7 @@ from order_of_work import (  # noqa: F401
 from nf4linear import mixed, native, ops, reference, reorder
 from nf4linear.bench.linear_w8 import TUNE_GEMM_SHAPES, TUNE_SHAPES, TUNE_WGMMA_SHAPES
 from nf4linear.formats import EightBitSpec
-from operands import fresh_weight, geometry, operands, spec_id
+from operands import fresh_weight, geometry, operands, packed_weight, spec_id
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
@@ -242,6 +242,26 @@ def test_only_the_output_is_written(weight, library, tokens, transposed):
         shape = (spec.n, tokens) if transposed else (tokens, spec.n)
         y = written_alone(lambda y: library.linear(described, x, None, y, flags), shape, shift)
         assert torch.equal(y.T if transposed else y, want)
+
+
+@pytest.mark.parametrize("transposed", [0, TRANSPOSED])
+@pytest.mark.parametrize(("shape", "cut", "most"), HOPPER)
+def test_what_shared_memory_held_does_not_matter(hopper, library, shape, cut, most, transposed):
+    """A launch full of NaN, then ragged ones: nothing of the first may be multiplied by zero."""
+    flags = native.tuned(shape, cut) | transposed
+    width = most or TUNE_GEMM_SHAPES[shape - len(TUNE_SHAPES) - len(TUNE_WGMMA_SHAPES)][0]
+    bad = EightBitSpec("w8_s8", 132 * 256, 1024)
+    poison = packed_weight(bad, device="cuda")
+    poison["scale"].fill_(torch.nan)
+    nans = torch.full((width, bad.k), torch.nan, device="cuda", dtype=torch.float16)
+    for spec in (EightBitSpec("w8_s8", 1000, 832), EightBitSpec("w8_u8", 1000, 1088)):
+        packed = packed_weight(spec, device="cuda")
+        for tokens in (width - 1, width // 2 - 3, 1) if most else (width + 9, width - 1, width // 2 - 3, 1):
+            x = torch.randn(tokens, spec.k, device="cuda", dtype=torch.float16)
+            want = launch(library, spec, packed, x, flags)
+            launch(library, bad, poison, nans, flags)
+            got = launch(library, spec, packed, x, flags)
+            assert got.isfinite().all() and torch.equal(got, want), (spec.format, tokens)
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16, 40, 300])

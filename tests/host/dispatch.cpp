@@ -2,7 +2,8 @@
 //   arch sms shared_bytes dtype format layout n k blocksize nested m flags x_offset
 // one answer a line: engine, and for small_batch the plan (row_tiles tokens slices slice_tiles parts base extra shared
 // workspace), for small_wgmma (tokens row_groups accumulators bursts blocks base extra shared workspace), for
-// gemm_wgmma (tokens consumers token_tiles row_pairs blocks clusters pairs parts shared workspace), for gemm_mma
+// gemm_wgmma (tokens consumers token_tiles row_pairs blocks clusters pairs parts shared workspace; where it is two
+// launches behind "after" the rows of the one in front, and its plan), for gemm_mma
 // (tokens stages blocks whole_tiles base extra shared workspace), for small_w8 (row_tiles tokens slices slice_tiles
 // parts base extra stages shared workspace), for small_wgmma_w8 (tokens row_groups burst bursts blocks base extra
 // shared workspace), for gemm_w8 (tokens consumers token_tiles row_blocks blocks whole_tiles base extra shared
@@ -12,6 +13,13 @@
 #include <string>
 
 #include "dispatch.h"
+
+static void print_gemm(const nf4l::GemmPlan& p) {
+  const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
+  std::cout << ' ' << shape.tokens << ' ' << shape.consumers << ' ' << p.grid.token_tiles << ' ' << p.grid.row_pairs
+            << ' ' << p.grid.blocks << ' ' << p.grid.clusters << ' ' << p.grid.pairs << ' ' << p.grid.parts << ' '
+            << p.shared_bytes << ' ' << p.workspace_bytes;
+}
 
 int main() {
   std::string line;
@@ -91,11 +99,14 @@ int main() {
         break;
       }
       case nf4l::Engine::gemm_wgmma: {
-        const nf4l::GemmPlan& p = launch.gemm_wgmma;
-        const nf4l::GemmShape shape = nf4l::GEMM_SHAPES[p.shape];
-        std::cout << "gemm_wgmma " << shape.tokens << ' ' << shape.consumers << ' ' << p.grid.token_tiles << ' '
-                  << p.grid.row_pairs << ' ' << p.grid.blocks << ' ' << p.grid.clusters << ' ' << p.grid.pairs << ' '
-                  << p.grid.parts << ' ' << p.shared_bytes << ' ' << p.workspace_bytes << '\n';
+        const nf4l::GemmLaunches& launches = launch.gemm_wgmma;
+        std::cout << "gemm_wgmma";
+        print_gemm(launches.last);
+        if (launches.front_rows > 0) {
+          std::cout << " after " << launches.front_rows;
+          print_gemm(launches.front);
+        }
+        std::cout << '\n';
         break;
       }
     }

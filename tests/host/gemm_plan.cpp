@@ -8,6 +8,9 @@
 // each slice, behind ',' for each step: the step, its owner and, if that is another slice, the place there.
 //   estimate shape m n k slices sms shared_bytes
 // "none", or how long the plan should take, in nanoseconds.
+//   launches m n k sms shared_bytes
+// "none", or how long the launch or the two that are chosen should take and their workspace; behind ';' for each the
+// weight's first row, the number of rows, what "shape" says of a plan up to `parts`, slices, workspace, nanoseconds.
 //   tokens shape m parts
 // tokens of a half of x and where the second one begins, and the first token of each tile, as they are copied.
 //   divide n d
@@ -16,6 +19,7 @@
 #include <sstream>
 #include <string>
 
+#include "gemm_wgmma_choice.h"
 #include "gemm_wgmma_plan.h"
 
 static void print_meeting(const nf4l::GemmWork& work, const nf4l::GemmShape& s) {
@@ -28,6 +32,35 @@ static void print_meeting(const nf4l::GemmWork& work, const nf4l::GemmShape& s) 
       for (int w = 0; w < s.consumers; ++w) std::cout << ' ' << place.slot(half, own, w);
     }
   }
+}
+
+static void print_plan(const nf4l::GemmPlan& plan) {
+  const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
+  const nf4l::GemmGrid& g = plan.grid;
+  std::cout << s.tokens << ' ' << s.block_rows() << ' ' << g.k_tiles << ' ' << g.token_tiles << ' ' << g.row_pairs
+            << ' ' << g.blocks << ' ' << g.clusters << ' ' << g.pairs << ' ' << g.parts;
+}
+
+static void print_launch(int64_t first_row, int64_t rows, const nf4l::GemmPlan& plan) {
+  std::cout << ';' << first_row << ' ' << rows << ' ';
+  print_plan(plan);
+  std::cout << ' ' << plan.grid.slices() << ' ' << plan.workspace_bytes << ' ' << nf4l::estimated_ns(plan);
+}
+
+static void print_launches(std::istringstream& words) {
+  nf4l::GemmProblem p = {};
+  p.format = nf4l::GEMM_FOUR_BIT;
+  words >> p.m >> p.n >> p.k >> p.sms >> p.shared_limit;
+  nf4l::GemmLaunches launches;
+  const int64_t ns = nf4l::plan_gemm_launches(p, launches);
+  if (ns == INT64_MAX) {
+    std::cout << "none\n";
+    return;
+  }
+  std::cout << ns << ' ' << launches.workspace_bytes();
+  if (launches.front_rows > 0) print_launch(0, launches.front_rows, launches.front);
+  print_launch(launches.front_rows, p.n - launches.front_rows, launches.last);
+  std::cout << '\n';
 }
 
 int main() {
@@ -50,6 +83,11 @@ int main() {
       std::cout << '\n';
       continue;
     }
+    if (line.rfind("launches ", 0) == 0) {
+      words.ignore(9);  // the question's name
+      print_launches(words);
+      continue;
+    }
     const bool estimate = line.rfind("estimate ", 0) == 0;
     if (estimate) words.ignore(9);
     int shape = 0, slices = 0, sms = 0, shared = 0;
@@ -70,9 +108,8 @@ int main() {
     }
     const nf4l::GemmShape s = nf4l::GEMM_SHAPES[plan.shape];
     const nf4l::GemmGrid& g = plan.grid;
-    std::cout << s.tokens << ' ' << s.block_rows() << ' ' << g.k_tiles << ' ' << g.token_tiles << ' ' << g.row_pairs
-              << ' ' << g.blocks << ' ' << g.clusters << ' ' << g.pairs << ' ' << g.parts << ' ' << s.store_steps()
-              << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
+    print_plan(plan);
+    std::cout << ' ' << s.store_steps() << ' ' << plan.shared_bytes << ' ' << plan.workspace_bytes << ' '
               << s.stages * s.x_bytes() / s.step_bytes();
     for (int block = 0; block < g.clusters * g.blocks; ++block) {
       std::cout << ';';

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "codebook.h"
+#include "four_bit.h"
 #include "layout.h"
 #include "nf4linear.h"
 
@@ -31,6 +32,23 @@ void print_map(int64_t rows, int64_t columns, Map map) {
   }
 }
 
+// `rows` rows of a weight from `first` on: bytes into qweight, into scale codes, into float scales, n and n0.
+void print_rows(int64_t k, int64_t first, int64_t rows) {
+  static uint8_t memory[1];
+  static float table[1];
+  nf4l_weight w = {};
+  w.n0 = 16;
+  w.n = first + rows;
+  w.k = k;
+  w.qweight = memory;
+  w.scales = memory;
+  const nf4l_weight plain = nf4l::four_bit_rows(w, first, rows);
+  w.nested_code = table;
+  const nf4l_weight nested = nf4l::four_bit_rows(w, first, rows);
+  std::cout << nested.qweight - memory << ' ' << static_cast<const uint8_t*>(nested.scales) - memory << ' '
+            << static_cast<const uint8_t*>(plain.scales) - memory << ' ' << nested.n << ' ' << nested.n0;
+}
+
 // The tables must be usable at compile time, on both sides.
 static_assert(nf4l::Nf4::value(nf4l::Nf4::ZERO_CODE) == 0.0f && nf4l::Fp4::value(nf4l::Fp4::ZERO_CODE) == 0.0f);
 static_assert(nf4l::W8S8::value(nf4l::W8S8::BIAS) == 0.0f && nf4l::W8U8::value(nf4l::W8U8::BIAS) == 0.0f);
@@ -46,6 +64,7 @@ bool answer(const std::string& question, int64_t n, int64_t k, int64_t b) {
   else if (question == "absmax_q") print_map(n, k, [=](auto r, auto c) { return nf4l::absmax_q_byte(r, c, k); });
   else if (question == "row_scale") print_map(n, k, [=](auto r, auto c) { return nf4l::row_scale_index(r, c, k); });
   else if (question == "nested") print_map(n, k, [=](auto r, auto c) { return nf4l::nested_group(r, c, k, b); });
+  else if (question == "rows") print_rows(n, k, b);
   else if (question == "weight") {
     std::cout << sizeof(nf4l_weight) << ' ' << offsetof(nf4l_weight, format) << ' ' << offsetof(nf4l_weight, layout)
               << ' ' << offsetof(nf4l_weight, n) << ' ' << offsetof(nf4l_weight, k) << ' '
