@@ -82,10 +82,10 @@ constexpr WgmmaRow WGMMA_TABLE[] = {
 };
 
 // What the prefill engine takes. With many tokens, to decode a weight once costs less than to decode it for each 344 of
-// them; before that, where its output tiles make waves that are far from full. Fewer than 4096 rows are not measured
-// beyond 3072 tokens, and the estimates are worse there.
+// them; before that, where its output tiles make waves that are far from full. With few rows that is level beyond 2048
+// tokens, or faster (3072: 1024x4096 42.6 for 40.1, 2048x4096 76.2 for 75.9, 3072x4096 118 for 113).
 constexpr int64_t GEMM_FIRST_TOKENS = 129, GEMM_LAST_TOKENS = 8192, GEMM_FIRST_WEIGHTS = 4'000'000;
-constexpr int64_t GEMM_FEW_ROWS = 4096, GEMM_LAST_TOKENS_OF_FEW_ROWS = 3072;
+constexpr int64_t GEMM_FEW_ROWS = 4096, GEMM_LAST_TOKENS_OF_FEW_ROWS = 2048;
 
 // The prefill engine's estimate is of short calls. Long ones take some 7 % more: the clock falls.
 constexpr int64_t at_the_power_cap(int64_t ns) { return ns > 40'000 ? ns + (ns - 40'000) / 14 : ns; }
