@@ -37,7 +37,7 @@ struct GemmProblem {
   int sms, shared_limit;
 };
 
-// The launch that should take least, in nanoseconds; INT64_MAX when none fits.
+// Plans the launch that should take least, and says how long: in nanoseconds, INT64_MAX when none fits.
 inline int64_t plan_best_gemm(const GemmProblem& p, GemmPlan& best) {
   int64_t best_ns = INT64_MAX;
   for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
@@ -75,13 +75,12 @@ inline int64_t plan_full_waves(const GemmProblem& p, int shape_index, GemmPlan& 
   return plan_gemm(p.m, rows, p.k, p.format, shape_index, 1, p.sms, p.shared_limit, waves) ? front_rows : 0;
 }
 
-// The launches that should take least, in nanoseconds; INT64_MAX when none fit.
+// Plans the one or two launches that should take least, and says how long: in nanoseconds, INT64_MAX when none fit.
 inline int64_t plan_gemm_launches(const GemmProblem& p, GemmLaunches& best) {
   best = {};
-  int64_t best_ns = plan_best_gemm(p, best.last);
-  if (best_ns == INT64_MAX) return best_ns;
-  best_ns -= best_ns / GEMM_WORTH_A_LAUNCH;
-  const GemmPlan one_launch = best.last;
+  const int64_t one_ns = plan_best_gemm(p, best.last);
+  if (one_ns == INT64_MAX) return one_ns;
+  int64_t best_ns = one_ns - one_ns / GEMM_WORTH_A_LAUNCH;
   for (int shape = 0; shape < GEMM_SHAPE_COUNT; ++shape) {
     GemmLaunches cut;
     cut.front_rows = plan_full_waves(p, shape, cut.last);
@@ -95,7 +94,7 @@ inline int64_t plan_gemm_launches(const GemmProblem& p, GemmLaunches& best) {
     const int64_t front_ns = plan_best_gemm(front, cut.front);
     if (front_ns < best_ns - last_ns) best = cut, best_ns = last_ns + front_ns;
   }
-  return best.front_rows > 0 ? best_ns : estimated_ns(one_launch);
+  return best.front_rows > 0 ? best_ns : one_ns;
 }
 
 }  // namespace nf4l
