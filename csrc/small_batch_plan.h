@@ -87,7 +87,9 @@ inline bool plan_small_batch(const FourBitProblem& p, int shape_index, int slice
   const int64_t k_tiles = p.k / TILE_K4, groups = ceil_div(ceil_div(p.n, TILE_ROWS), shape.row_tiles);
   if (groups * k_tiles > INT32_MAX || p.n * p.blocks_per_row > INT32_MAX) return false;
   const int64_t wanted = ceil_div(ceil_div(k_tiles, slices), BURST) * BURST;
-  for (int64_t slice_tiles = wanted; slice_tiles > 0; slice_tiles -= BURST) {
+  // Of more tiles the activations alone are too large, and beyond any int with the longest rows.
+  const int64_t most = shared_limit / (shape.tokens * TILE_K4 * 2) / BURST * BURST;
+  for (int64_t slice_tiles = wanted < most ? wanted : most; slice_tiles > 0; slice_tiles -= BURST) {
     const int64_t cut = ceil_div(k_tiles, slice_tiles);  // no slice is empty
     const int64_t most_parts = groups < MAX_PARTS ? groups : MAX_PARTS;
     const auto second_level = [&](int64_t parts) {
