@@ -131,13 +131,20 @@ def test_what_is_left_to_the_framework(program, case, want):
         ({"m": 1, "n": 2**20, "k": 2**20}, "gemm", "gemm"),
         ({"m": 4096, "n": 2**20, "k": 2**20}, "gemm_wgmma", "gemm_w8"),
         ({"m": 1, "n": 16, "k": 2**30}, "gemm", "small_w8"),  # activations of a slice that leave an int
-        ({"m": 1, "n": 16, "k": 2**31, "nested": 0}, "small_batch", "small_w8"),
+        ({"m": 1, "n": 16, "k": 2**31}, "gemm", "small_w8"),
         ({"m": 1, "n": 16, "k": 2**32}, "gemm", "small_w8"),
     ],
 )
 def test_sizes_beyond_any_memory(program, case, four_bit, eight_bit):
-    asked = [question(DEVICES["H200"], **case), question(DEVICES["H200"], **(case | AS_W8))]
+    asked = [question(DEVICES["H200"], **case), question(DEVICES["H200"], **case, **AS_W8)]
     assert [answer.split()[0] for answer in answers(program, asked)] == [four_bit, eight_bit]
+
+
+@pytest.mark.parametrize("case", [{"nested": 0}, AS_W8], ids=["4 bit", "8 bit"])
+def test_activations_that_leave_an_int_are_cut(program, case):
+    """Of one slice, on a GPU with one SM, which has no other reason to cut: 2**32 bytes would be none."""
+    (answer,) = answers(program, [question((90, 1, 232448), 16, 2**31, 1, **case)])
+    assert answer.startswith("small_") and int(answer.split()[3]) > 2**31 * 2 // 232448
 
 
 @pytest.mark.parametrize(
